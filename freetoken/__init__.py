@@ -1,0 +1,1 @@
+"""FreeToken serves Mixture-of-Experts language models larger than the GPU memory."""

@@ -1,0 +1,1 @@
+"""The api process owns text: HTTP, templates, tokenizer, detokenizer, stop strings."""

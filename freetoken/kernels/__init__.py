@@ -1,0 +1,1 @@
+"""Tensor kernels: signatures, plain-torch references, and their fast forms."""

@@ -1,0 +1,1 @@
+"""The bridge to transformers: attention, experts, loading, self-check."""

@@ -1,0 +1,1 @@
+"""The scheduler process owns numbers: requests, prefix cache, pages, admission, step plans."""

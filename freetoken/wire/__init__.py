@@ -1,0 +1,1 @@
+"""What crosses a process boundary: messages, their bytes, and the sockets that carry them."""

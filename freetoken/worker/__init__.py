@@ -1,0 +1,1 @@
+"""The worker process owns bytes: weights, expert banks, KV tensors, forwards, sampling."""
