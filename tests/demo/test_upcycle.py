@@ -19,10 +19,6 @@ from freetoken.demo.recipe import Form, Recipe
 from freetoken.demo.upcycle import bf16_pair, write_weights
 
 QUESTIONS = ("Why is the sky blue?", "What is the capital of France?")
-    "Why is the sky blue?",
-    "Reverse a string in Python.",
-    "What is the capital of France?",
-)
 NEW_TOKENS = 16
 
 
