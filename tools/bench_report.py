@@ -18,9 +18,10 @@ def print_tables(results: Results, console: Console) -> None:
         f"{results.model} at {results.url}, medians of {results.plan.repeats}, "
         f"prompts from seed {results.plan.seed}",
         highlight=False,
+        soft_wrap=True,
     )
     for note in results.notes:
-        console.print(f"note: {note}", highlight=False)
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
     if results.fresh:
         title = "Fresh prompts"
         console.print(_first_token_table(title, "prompt tokens", results.fresh))

@@ -30,6 +30,8 @@ from openai_load import BenchError, Server
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+TABLE_WIDTH = 100
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
@@ -56,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"bench_serve: error: {error}", file=sys.stderr)
         return 1
-    print_tables(results, Console())
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)  # files and pipes have no width
+    print_tables(results, console)
     if options.json:
         options.json.write_text(json.dumps(to_json(results), indent=1) + "\n")
     return 0

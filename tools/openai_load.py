@@ -7,6 +7,7 @@ arrive and parsed after the stream has ended, so that parsing does not delay the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -140,9 +141,14 @@ class Server:
         """Send `prompt`, read the stream to its end. BenchError on anything but a full answer."""
         body = self._body(prompt, ask) | {"stream": True}
         stamped: list[tuple[float, bytes]] = []
-        sent_s = self._clock()
+        sent_s, request = self._clock(), self._http.build_request("POST", self._path, json=body)
         try:
-            async with self._http.stream("POST", self._path, json=body) as response:
+            try:
+                response = await self._http.send(request, stream=True)
+            except httpx.RemoteProtocolError:  # it had closed the idle connection: a new one
+                sent_s = self._clock()
+                response = await self._http.send(request, stream=True)
+            async with contextlib.aclosing(response):
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     raise BenchError(_explain(response))
@@ -158,7 +164,10 @@ class Server:
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
         try:
-            return await self._http.post(self._path, json=body)
+            try:
+                return await self._http.post(self._path, json=body)
+            except httpx.RemoteProtocolError:  # it had closed the idle connection
+                return await self._http.post(self._path, json=body)
         except httpx.HTTPError as error:
             raise BenchError(f"{self.url}{self._path}: {error!r}") from error
 
