@@ -18,12 +18,8 @@ from freetoken.demo.files import write_files
 from freetoken.demo.recipe import Form, Recipe
 from freetoken.demo.upcycle import bf16_pair, write_weights
 
-QUESTIONS = (
-    "Why is the sky blue?",
-    "Reverse a string in Python.",
-    "What is the capital of France?",
-)
-NEW_TOKENS = 24
+QUESTIONS = ("Why is the sky blue?", "What is the capital of France?")
+NEW_TOKENS = 16
 
 
 @contextmanager
@@ -110,7 +106,7 @@ def test_a_wrong_expert_is_noticed_and_the_right_ones_are_nearly_the_dense_model
         roll(module.gate_up_proj)
         roll(module.down_proj)
     moved = (logits_of(model, ids) - logits).abs().max()
-    assert moved > 0.5
+    assert moved > 1  # 2 measured
 
     for module in experts:  # down of another expert than gate and up
         roll(module.down_proj)
