@@ -146,9 +146,10 @@ class Config(BaseModel):
             )
         if self.num_tokens is not None and self.num_tokens % self.page_size:
             below = self.num_tokens // self.page_size * self.page_size
+            lower = f"{below} or " if below else ""
             found.append(
                 f"--num-tokens {self.num_tokens} is no multiple of the page size {self.page_size}; "
-                f"use {below or self.page_size} or {below + self.page_size}"
+                f"use {lower}{below + self.page_size}"
             )
         pool = self.pool_tokens
         for flag, tokens in (

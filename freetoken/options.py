@@ -123,7 +123,7 @@ def flag_of(name: str) -> str:
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
-    parts = _leaves(field.annotation)
+    parts = leaves_of(field.annotation)
     choices = [str(part) for part in parts if isinstance(part, str)]
     if int in parts or float in parts:
         return "|".join([*choices, "N" if int in parts else "X"])
@@ -132,7 +132,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     return "PATH" if Path in parts else name.rsplit("_", 1)[-1].upper()
 
 
-def _leaves(annotation: Any) -> list[Any]:
+def leaves_of(annotation: Any) -> list[Any]:
     """The types and literal values a field may take, None left out."""
     origin = get_origin(annotation)
     if origin is Literal:
@@ -142,7 +142,7 @@ def _leaves(annotation: Any) -> list[Any]:
     parts = get_args(annotation)
     if origin is not Union and hasattr(annotation, "__metadata__"):
         parts = parts[:1]
-    return [leaf for part in parts for leaf in _leaves(part)]
+    return [leaf for part in parts for leaf in leaves_of(part)]
 
 
 def _help(field: FieldInfo) -> str:
@@ -220,7 +220,7 @@ def read_file(path: Path) -> dict[str, object]:
             raise ConfigError(f"unknown key {key} in {path}{suggest(key, FIELDS)}")
         if name in found:
             raise ConfigError(f"{path} sets {name} twice, with dashes and with underscores")
-        if isinstance(value, bool) and bool not in _leaves(FIELDS[name].annotation):
+        if isinstance(value, bool) and bool not in leaves_of(FIELDS[name].annotation):
             raise ConfigError(f"{name} = {str(value).lower()} in {path} must not be a boolean")
         found[name] = value
     return found
