@@ -59,7 +59,8 @@ def check(directory: Path, dtype: str = "auto") -> Checkpoint:
 
 def _check_readable(directory: Path) -> None:
     try:
-        next(iter(os.scandir(directory)), None)
+        os.listdir(directory)
+        os.stat(os.path.join(directory, os.curdir))  # may we enter it?
     except OSError as error:
         raise ConfigError(f"cannot read directory {directory}: {error.strerror}") from error
 

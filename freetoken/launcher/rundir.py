@@ -47,10 +47,9 @@ def launcher_dir(configured: Path | None) -> Iterator[Path]:
         sweep(base_dir())
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getuid()}-", dir=base_dir()))
     else:
-        path = _make(configured)
+        path = prepare(configured)
     try:
         with lock(path, LAUNCHER_LOCK, "server"):
-            Endpoints.in_directory(path)  # refuses a path too long for a socket
             try:
                 yield path
             finally:
@@ -62,9 +61,8 @@ def launcher_dir(configured: Path | None) -> Iterator[Path]:
 
 def prepare(path: Path) -> Path:
     """The directory for one process started by itself."""
-    _make(path)
-    Endpoints.in_directory(path)
-    return path
+    Endpoints.in_directory(path)  # refuses a path too long for a socket
+    return _make(path)
 
 
 def _make(path: Path) -> Path:
