@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
-import os
 import socket
-from collections.abc import Callable
-from pathlib import Path
 
 from freetoken.errors import ConfigError
 
@@ -53,9 +49,6 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in found)
 
 
-# ---------------------------------------------------------------- memory
-
-
 def check_memory(weight_bytes: int, available_bytes: int) -> None:
     """A first sieve: weights alone must fit; the worker makes the full plan."""
     if weight_bytes > available_bytes:
@@ -64,54 +57,3 @@ def check_memory(weight_bytes: int, available_bytes: int) -> None:
             f"{available_bytes / GIB:.2f} GiB are available (container limits included); "
             "use a smaller model or dtype, or give the machine or container more"
         )
-
-
-def has_gpu() -> bool:
-    """True if an NVIDIA driver is loaded; asks no CUDA library."""
-    return os.path.exists("/dev/nvidiactl")
-
-
-def read_available_bytes(
-    root: Path = Path("/"), psutil_bytes: Callable[[], int] | None = None
-) -> int:
-    """Memory this process may still take: the machine's, or less if a cgroup limits it."""
-    return min([(psutil_bytes or _machine_bytes)(), *_cgroup_rooms(root)])
-
-
-def _machine_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def _cgroup_rooms(root: Path) -> list[int]:
-    """Limit minus use (page cache not counted), for our cgroup and all above it, v2 and v1."""
-    rooms = []
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            mount = root / "sys/fs/cgroup"
-            if controllers == "":
-                names = ("memory.max", "memory.current", "inactive_file ")
-            elif "memory" in controllers.split(","):
-                mount /= "memory"
-                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
-            else:
-                continue
-            group = mount / path.lstrip("/")
-            # inside a container the path is the host's and the mount shows our group at its top
-            for directory in {mount, group, *group.parents}:
-                if directory == mount or mount in directory.parents:
-                    rooms += _room(directory, *names)
-    return rooms
-
-
-def _room(directory: Path, limit: str, use: str, cache: str) -> list[int]:
-    try:
-        limit_bytes = int((directory / limit).read_text())
-        used_bytes = int((directory / use).read_text())
-        lines = (directory / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # no such group, or "max"
-        return []
-    cached = [int(line.removeprefix(cache)) for line in lines if line.startswith(cache)]
-    return [max(0, limit_bytes - max(0, used_bytes - sum(cached)))]

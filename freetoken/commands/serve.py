@@ -20,6 +20,7 @@ from freetoken.launcher.health import HealthPoller
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report, base_url, describe_server, show_bytes
 from freetoken.launcher.supervisor import Supervisor
+from freetoken.worker.budget import measure_budget
 
 DESCRIPTION = "Serve MODEL over HTTP: start the three processes, watch them, end them together."
 NAME = "freetoken-launcher"
@@ -28,7 +29,7 @@ ROOMS = ("scheduler", "worker", "api")
 _log = log.get(__name__)
 
 
-def main(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     parser = options.Parser("ft serve", DESCRIPTION)
     options.add_options(parser)
     config = options.resolve(parser.parse(argv)).config
@@ -51,8 +52,7 @@ def check(config: Config, report: Report) -> tuple[Config, checkpoint.Checkpoint
     port = host.reserve_port(config.host, config.port)
     model = resolve_model(config.model)
     found = checkpoint.check(model.directory, config.dtype)
-    if config.device == "cpu" or (config.device == "auto" and not host.has_gpu()):
-        host.check_memory(found.weight_bytes, host.read_available_bytes())
+    host.check_memory(found.weight_bytes, measure_budget())
     config = complete(config, model).model_copy(update={"port": port})
     report.title(
         f"FreeToken {version('freetoken')}: {config.served_model_name[0]} "
