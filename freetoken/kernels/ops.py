@@ -1,0 +1,37 @@
+"""Signatures of the expert kernels. `reference.py` is the specification in plain torch.
+
+Shapes: T tokens, K experts a token, S = T·K token-expert pairs, C hidden, F expert hidden,
+N rows of a slot pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+# Maps the up product [S, 2F] (or [S, F] without a gate) to [S, F]; elementwise over S.
+Gate = Callable[[torch.Tensor], torch.Tensor]
+# Applied to each expert's output [S, C] before the routing weights; None in most families.
+PostNorm = Callable[[torch.Tensor], torch.Tensor] | None
+# (expert or row number, matrix name, x [S, in]) → [S, out], bias included.
+ExpertLinear = Callable[[int, str, torch.Tensor], torch.Tensor]
+
+
+class GroupedExperts(Protocol):
+    """Computes routed experts from rows of weights.
+
+    hidden: [T, C] · row_ids: [T, K] int64, the row of each token's experts; negative: skip ·
+    weights: [T, K] · views: the layout's tensors as [N, *shape] · returns [T, C] in hidden's dtype.
+    """
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        row_ids: torch.Tensor,
+        weights: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
+        gate: Gate,
+        post_norm: PostNorm,
+    ) -> torch.Tensor: ...

@@ -1,0 +1,230 @@
+"""The one attention function: writes k/v of the new tokens to the paged pool, attends exactly.
+
+transformers' models call it through AttentionInterface under the name ATTENTION. It takes
+everything from its arguments and from the LayerAttention that hangs on the calling module. No mask
+function is registered for the name, so transformers builds no masks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+
+from freetoken.model.step import DecodeGroup, ExtendGroup, StepIndex
+
+ATTENTION = "freetoken"
+ATTENTION_ATTRIBUTE = "freetoken_attention"
+
+
+class LayerAttention(Protocol):
+    """What hangs on attention modules.
+
+    query: [1, H, T, Dk], key: [1, G, T, Dk], value: [1, G, T, Dv] → [1, T, H, Dv].
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+
+def register_attention() -> None:
+    """Make ATTENTION known to transformers; may be called again."""
+    AttentionInterface.register(ATTENTION, attention_forward)
+
+
+def attach_attention(model: nn.Module, attention: LayerAttention) -> None:
+    """Put `attention` on every module that knows its layer, which attention modules do."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, ATTENTION_ATTRIBUTE, attention)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls; see LayerAttention for the shapes.
+
+    The window is the argument, else the module's own; 0 and None mean none. qwen2_moe and phimoe
+    pass it only through the mask, which does not exist here.
+    """
+    if sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None)
+    attention = cast(LayerAttention, getattr(module, ATTENTION_ATTRIBUTE))
+    scores = Scores(scaling, softcap, s_aux)
+    layer = cast(int, module.layer_idx)
+    return attention(layer, query, key, value, scores, sliding_window or None), None
+
+
+class PagedAttention:
+    """Exact attention over the pages of the running step; one per model."""
+
+    def __init__(self) -> None:
+        self._index: StepIndex | None = None
+
+    def set_step(self, index: StepIndex | None) -> None:
+        """The step whose tokens the next calls bring; None when no forward runs."""
+        self._index = index
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See LayerAttention. Writes key and value to the layer's pools."""
+        index = self._index
+        assert index is not None, "attention called outside ServedModel.forward"
+        pools = index.context.pools
+        k_slots = pools.k[layer].flatten(0, 1)
+        v_slots = pools.v[layer].flatten(0, 1)
+        k_slots.index_copy_(0, index.write_slots, key[0].transpose(0, 1))
+        v_slots.index_copy_(0, index.write_slots, value[0].transpose(0, 1))
+        plan = index.plan(window, query.dtype)
+        num_tokens = query.shape[2]
+        out = None
+        for extend in plan.extends:
+            part = _extend(query, key, value, k_slots, v_slots, extend, scores)
+            if extend.length == num_tokens:
+                return part
+            out = _place(out, slice(extend.start, extend.start + extend.length), part, num_tokens)
+        for decode in plan.decodes:
+            part = _decode(query, k_slots, v_slots, decode, scores)
+            if decode.num_rows == num_tokens and isinstance(decode.tokens, slice):
+                return part
+            out = _place(out, decode.tokens, part, num_tokens)
+        assert out is not None, "a step without tokens"
+        return out
+
+
+def _place(
+    out: torch.Tensor | None, tokens: slice | torch.Tensor, part: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    if out is None:
+        out = part.new_empty(1, num_tokens, *part.shape[2:])
+    out[:, tokens] = part
+    return out
+
+
+def _extend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_slots: torch.Tensor,
+    v_slots: torch.Tensor,
+    group: ExtendGroup,
+    scores: Scores,
+) -> torch.Tensor:
+    tokens = slice(group.start, group.start + group.length)
+    q = query[:, :, tokens]
+    if group.slots is None:
+        k, v = key[:, :, tokens], value[:, :, tokens]
+    else:
+        k = k_slots[group.slots].transpose(0, 1)[None]
+        v = v_slots[group.slots].transpose(0, 1)[None]
+    return scores.attend(q, k, v, group.bias, causal=group.bias is None).transpose(1, 2)
+
+
+def _decode(
+    query: torch.Tensor,
+    k_slots: torch.Tensor,
+    v_slots: torch.Tensor,
+    group: DecodeGroup,
+    scores: Scores,
+) -> torch.Tensor:
+    """One token per row: the H / G heads that share a kv head become its queries."""
+    rows, heads, size = group.num_rows, query.shape[1], query.shape[3]
+    kv_heads = k_slots.shape[1]
+    q = query[0, :, group.tokens].transpose(0, 1).reshape(rows, kv_heads, heads // kv_heads, size)
+    if isinstance(group.slots, slice):
+        k = k_slots[group.slots][None].transpose(1, 2)
+        v = v_slots[group.slots][None].transpose(1, 2)
+    else:
+        flat = group.slots.flatten()
+        k = k_slots.index_select(0, flat).view(rows, -1, *k_slots.shape[1:]).transpose(1, 2)
+        v = v_slots.index_select(0, flat).view(rows, -1, *v_slots.shape[1:]).transpose(1, 2)
+    out = scores.attend(q, k, v, group.bias, causal=False, folded=True)
+    return out.reshape(1, rows, heads, v.shape[-1])
+
+
+class Scores:
+    """How scores become probabilities in this layer: scale, softcap and sinks."""
+
+    __slots__ = ("scaling", "sinks", "softcap")
+
+    def __init__(
+        self, scaling: float | None, softcap: float | None, sinks: torch.Tensor | None
+    ) -> None:
+        self.scaling = scaling
+        self.softcap = softcap
+        self.sinks = sinks
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        causal: bool,
+        folded: bool = False,
+    ) -> torch.Tensor:
+        """q: [B, H, T, Dk], k: [B, G, L, Dk], v: [B, G, L, Dv] → [B, H, T, Dv].
+
+        `folded`: the head dimension of q is G, its T dimension holds the heads of a kv head.
+        `causal`: T = L and token i sees keys up to i.
+        """
+        if self.softcap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=bias,
+                is_causal=causal,
+                scale=self.scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        if q.shape[1] != k.shape[1]:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        scaling = self.scaling if self.scaling is not None else q.shape[-1] ** -0.5
+        weights = (q.float() @ k.float().transpose(2, 3)) * scaling
+        if self.softcap is not None:
+            weights = torch.tanh(weights / self.softcap) * self.softcap
+        if bias is not None:
+            weights = weights + bias
+        elif causal:
+            ahead = torch.ones(weights.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+            weights = weights.masked_fill(ahead, float("-inf"))
+        return (self._softmax(weights, folded) @ v.float()).to(q.dtype)
+
+    def _softmax(self, weights: torch.Tensor, folded: bool) -> torch.Tensor:
+        if self.sinks is None:
+            return weights.softmax(-1)
+        # A sink is one more score that takes part in the softmax and has no value.
+        sinks = self.sinks.float()
+        shape = (1, *weights.shape[1:3], 1) if folded else (1, -1, 1, 1)
+        sinks = sinks.reshape(shape).expand(*weights.shape[:3], 1)
+        return torch.cat([weights, sinks], -1).softmax(-1)[..., :-1]

@@ -1,0 +1,110 @@
+"""Runs token sequences through a ServedModel the way the scheduler would, in small pools.
+
+The self-check and the tests compare its logits with those of plain transformers. It knows nothing
+of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from freetoken.model.context import KvPools, Segment, StepContext
+from freetoken.model.served import ServedModel
+
+PAGE_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The next `length` tokens of a row."""
+
+    row: int
+    length: int
+
+
+class Trial:
+    """Rows of token ids, served step by step; pages are handed out in a shuffled order.
+
+    rows: the token ids of each row, [L] int64.
+    """
+
+    def __init__(self, model: ServedModel, rows: Sequence[torch.Tensor], *, seed: int = 0) -> None:
+        self._model = model
+        self._rows = rows
+        self._cached = [0] * len(rows)
+        self._logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        max_pages = -(-max(len(row) for row in rows) // PAGE_SIZE)
+        num_pages = max_pages * len(rows)
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(num_pages, generator=generator)
+        self._page_table = order.view(len(rows), max_pages).to(torch.int32)
+        self._pools = make_pools(model, num_pages)
+
+    def step(self, *parts: Part) -> None:
+        """One on-demand step with these parts, in this order."""
+        ids, context, at = self._plan(parts)
+        self._keep(parts, self._model.forward(ids, context, at))
+
+    def run_pass(self, *parts: Part, chunk_tokens: int) -> None:
+        """One pass with these parts."""
+        ids, context, at = self._plan(parts)
+        self._keep(parts, self._model.forward_pass(ids, context, at, chunk_tokens))
+
+    def share_prefix(self, source: int, target: int, num_tokens: int) -> None:
+        """Let `target` start with `source`'s first tokens; a page used in part is copied."""
+        assert self._cached[target] == 0
+        assert torch.equal(self._rows[source][:num_tokens], self._rows[target][:num_tokens])
+        full = num_tokens // PAGE_SIZE
+        self._page_table[target, :full] = self._page_table[source, :full]
+        if num_tokens % PAGE_SIZE:
+            old, new = int(self._page_table[source, full]), int(self._page_table[target, full])
+            for pool in (*self._pools.k, *self._pools.v):
+                pool[new] = pool[old]
+        self._cached[target] = num_tokens
+
+    def logits(self, row: int) -> torch.Tensor:
+        """[tokens stepped so far, V] float32 of this row."""
+        return torch.cat(self._logits[row])
+
+    def _plan(self, parts: Sequence[Part]) -> tuple[torch.Tensor, StepContext, torch.Tensor]:
+        ids, positions, rows, segments = [], [], [], []
+        start = 0
+        for part in parts:
+            cached = self._cached[part.row]
+            ids.append(self._rows[part.row][cached : cached + part.length])
+            positions.append(torch.arange(cached, cached + part.length))
+            rows.append(torch.full((part.length,), part.row))
+            segments.append(Segment(part.row, start, part.length, cached))
+            start += part.length
+        context = StepContext(
+            torch.cat(positions),
+            torch.cat(rows),
+            self._page_table,
+            tuple(segments),
+            self._pools,
+        )
+        return torch.cat(ids), context, torch.arange(start)
+
+    def _keep(self, parts: Sequence[Part], logits: torch.Tensor) -> None:
+        start = 0
+        for part in parts:
+            self._logits[part.row].append(logits[start : start + part.length])
+            self._cached[part.row] += part.length
+            start += part.length
+
+
+def make_pools(model: ServedModel, num_pages: int) -> KvPools:
+    """Zeroed pools of `num_pages` pages and the sentinel, for every attention layer."""
+    dtype = model.shape.dtype
+
+    def pool(num_heads: int, size: int) -> torch.Tensor:
+        return torch.zeros(num_pages + 1, PAGE_SIZE, num_heads, size, dtype=dtype)
+
+    return KvPools(
+        k=tuple(pool(kv.num_kv_heads, kv.k_dim) for kv in model.shape.kv),
+        v=tuple(pool(kv.num_kv_heads, kv.v_dim) for kv in model.shape.kv),
+        page_size=PAGE_SIZE,
+    )
