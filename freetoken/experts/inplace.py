@@ -16,6 +16,7 @@ class InPlaceExperts:
         self.bank = bank
         self._gate = gate
         self._post_norm = post_norm
+        self._distinct = 0
 
     def __call__(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
@@ -26,10 +27,19 @@ class InPlaceExperts:
             hidden,
             ids,
             weights,
-            self.bank.linear,
+            self._linear,
             layout.up,
             layout.down,
             self.bank.num_experts,
             self._gate,
             self._post_norm,
         )
+
+    def take_distinct(self) -> int:
+        """Experts computed since the last call, each once per step."""
+        distinct, self._distinct = self._distinct, 0
+        return distinct
+
+    def _linear(self, expert: int, name: str, x: torch.Tensor) -> torch.Tensor:
+        self._distinct += name == self.bank.layout.up
+        return self.bank.linear(expert, name, x)

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from freetoken.errors import ConfigError, EngineError
 from freetoken.experts.bank import ExpertBank, PackedBank, RowBank
 from freetoken.experts.inplace import InPlaceExperts
+from freetoken.experts.slots import SlotExperts, SlotPool
 from freetoken.kernels.prepacked import can_prepack
+from freetoken.kernels.reference import grouped_experts
 from freetoken.model.attention import PagedAttention, attach_attention
 from freetoken.model.conversion import BankTarget
 from freetoken.model.experts import (
@@ -27,6 +29,7 @@ from freetoken.model.experts import (
     post_norm_of,
 )
 from freetoken.model.layers import speed_up_for_cpu
+from freetoken.model.passes import find_decoder_layers
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
 
@@ -116,13 +119,26 @@ def assemble(
     device: str,
     num_slots: int | None,
 ) -> ServedModel:
-    """Put attention and experts in place; `weights` are finished."""
+    """Put attention and experts in place; `weights` are finished.
+
+    `num_slots`: of all layers together; None: experts are computed in place.
+    """
     attention = PagedAttention()
     attach_attention(model, attention)
-    for name, module in experts_modules(model):
-        layer = InPlaceExperts(weights.banks[name], gate_of(module), post_norm_of(module))
-        attach_experts(module, layer)
+    modules = [(weights.banks[name], module) for name, module in experts_modules(model)]
+    in_place: list[InPlaceExperts] = []
+    pool = None
+    if modules and num_slots is not None:
+        pool = SlotPool(modules[0][0].layout, num_slots, shape.num_experts, device)
+    for layer, (bank, module) in enumerate(modules):
+        gate, norm = gate_of(module), post_norm_of(module)
+        if pool is None:
+            in_place.append(InPlaceExperts(bank, gate, norm))
+            attach_experts(module, in_place[-1])
+        else:
+            assert isinstance(bank, RowBank), "slots are filled from rows"
+            attach_experts(module, SlotExperts(layer, bank, pool, grouped_experts, gate, norm))
     if device == "cpu":
         speed_up_for_cpu(model)
     model.requires_grad_(False)
-    return ServedModel(model, shape, attention)
+    return ServedModel(model, shape, attention, find_decoder_layers(model), in_place, pool)

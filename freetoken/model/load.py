@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from freetoken.errors import ConfigError
+from freetoken.errors import ConfigError, EngineError
 from freetoken.model.assemble import ExpertsMode, Weights, assemble
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import TensorReader, list_tensors, read_config, resolve_dtype
@@ -55,6 +55,8 @@ def load_model(
     is called with bytes of the checkpoint. Raises ConfigError for a bad directory or checkpoint,
     EngineError for what cannot be served.
     """
+    if (experts == "slots") != (num_slots is not None):
+        raise EngineError(f"experts {experts} with num_slots {num_slots}: slots need a number")
     config = read_config(path)
     model = build_meta_model(config, resolve_dtype(path, config, dtype))
     shape = measure_shape(model)

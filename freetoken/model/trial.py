@@ -54,7 +54,7 @@ class Trial:
         self._keep(parts, self._model.forward_pass(ids, context, at, chunk_tokens))
 
     def share_prefix(self, source: int, target: int, num_tokens: int) -> None:
-        """Let `target` start with `source`'s first tokens: full pages shared, a partial one copied."""
+        """Let `target` start with `source`'s first tokens; a page used in part is copied."""
         assert self._cached[target] == 0
         assert torch.equal(self._rows[source][:num_tokens], self._rows[target][:num_tokens])
         full = num_tokens // PAGE_SIZE

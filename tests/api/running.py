@@ -46,6 +46,12 @@ class RunningApi:
                 return response
             assert time.monotonic() < end_s, response.text
 
+    def wait_idle(self, deadline_s: float = 10) -> None:
+        """Until no sequence is open at the engine."""
+        end_s = time.monotonic() + deadline_s
+        while "\nfreetoken_open_sequences 0.0\n" not in httpx.get(f"{self.url}/metrics").text:
+            assert time.monotonic() < end_s, "sequences are still open"
+
     def client(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=20)
 

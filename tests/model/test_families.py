@@ -87,5 +87,16 @@ def test_rows_in_one_batch_do_not_disturb_each_other(served: Served) -> None:
         assert_equal(trial.logits(row), served, ids)
 
 
+@pytest.mark.parametrize("chunk_tokens", [5, 64])
+def test_pass_equals_one_go(served: Served, chunk_tokens: int) -> None:
+    rows = [tiny.random_ids(length, 20 + length) for length in (LENGTH, 13)]
+    trial = Trial(served.ours, rows)
+    trial.run_pass(Part(0, 16), Part(1, 13), chunk_tokens=chunk_tokens)
+    trial.step(Part(0, 1))
+    trial.run_pass(Part(0, LENGTH - 17), chunk_tokens=chunk_tokens)
+    for row, ids in enumerate(rows):
+        assert_equal(trial.logits(row), served, ids)
+
+
 def assert_equal(got: torch.Tensor, served: Served, ids: torch.Tensor) -> None:
     assert tiny.relative_error(got, tiny.plain_logits(served.plain, ids)) < TOLERANCE
