@@ -11,6 +11,7 @@ from pathlib import Path
 
 from freetoken import log, options
 from freetoken.commands import checkpoint, host
+from freetoken.commands.again import ft_command
 from freetoken.commands.config import dump
 from freetoken.commands.resolve import complete, resolve_model
 from freetoken.config import Config
@@ -90,13 +91,10 @@ def serve(config: Config, found: checkpoint.Checkpoint, report: Report) -> None:
 
 
 def make_room(name: str, config_path: Path) -> Room:
-    """`ft NAME` with our configuration, by the same interpreter and the same sources."""
-    # without -P the working directory could shadow modules; keep it if we were started from there
-    safe = [] if Path(__file__).resolve().parents[2] == Path.cwd() else ["-P"]
-    command = [sys.executable, *safe, "-m", "freetoken.cli", name]
+    """`ft NAME` with our configuration."""
     return Room(
         f"freetoken-{name}",
-        (*command, "--config", str(config_path), "--launcher-pid", str(os.getpid())),
+        ft_command(name, "--config", str(config_path), "--launcher-pid", str(os.getpid())),
         can_restart=name == "api",
     )
 
