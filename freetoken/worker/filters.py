@@ -82,8 +82,9 @@ def keep(values: Tensor, total: Tensor, filters: Filters) -> Tensor:
     """[m, n] bool: which of the likeliest n tokens pass all filters.
 
     values: [m, n], log weights in falling order, the first is 0 · total: [m], the weight of the
-    whole row, the tokens beyond the n included. At least the likeliest is kept; ties with the
-    k-th value are all kept.
+    whole row, the tokens beyond the n included. At least the likeliest is kept. Tokens as likely
+    as the last one that passes pass too, so that the set does not depend on how ties were sorted
+    (they are common in bf16 logits; transformers does so for top-k, not for top-p).
     """
     num_values = values.shape[1]
     has_k = filters.top_k > 0
@@ -94,6 +95,7 @@ def keep(values: Tensor, total: Tensor, filters: Filters) -> Tensor:
     before = weights.cumsum(-1) - weights
     in_p = (before < filters.top_p[:, None] * total[:, None]) | (filters.top_p >= 1)[:, None]
     in_p[:, 0] = True
+    in_p = values >= values.masked_fill(~in_p, torch.inf).amin(-1, keepdim=True)
     return in_k & in_p & (weights >= filters.min_p[:, None])
 
 
@@ -104,8 +106,8 @@ def suffices(values: Tensor, total: Tensor, filters: Filters) -> Tensor:
     last = values[:, -1]
     kth = values.gather(1, (filters.top_k - 1).clamp(0, num_values - 1)[:, None])[:, 0]
     k_within = has_k & (filters.top_k <= num_values) & (last < kth)
-    mass = values.exp().sum(-1)
-    # A little short of the exact mass would still be right: `keep` compares the same sums.
+    # The mass before any tie with tokens beyond; rounding may only send a row to the whole sort.
+    mass = (values.exp() * (values > last[:, None])).sum(-1)
     p_within = (filters.top_p < 1) & (mass >= filters.top_p * total * (1 + 1e-5))
     m_within = (filters.min_p > 0) & (last.exp() < filters.min_p)
     return torch.where(has_k, k_within, p_within | m_within)

@@ -1,8 +1,9 @@
 """The worker's connection to the scheduler: greeting, plans and results, and whether it lives.
 
 A lost scheduler (its process ended, its beats stopped, or another life of it answers) shows up as
-`Lost` from `receive`; `greet` then starts over with a new socket and identity, so that nothing of
-the old life arrives in the new one. Used from one thread; the beats run in their own.
+`Lost` from `receive`. The socket reconnects by itself, so all there is to do is to say Hello and
+wait for a Welcome again; what is still queued from the old life bears its epoch. Used from one
+thread; the beats run in their own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from freetoken.wire.messages import (
 from freetoken.wire.sockets import CurveKeys, Dealer, Endpoints, connect_dealer
 
 GREET_AGAIN_S = 2.0
-"""A Hello without an answer for so long is said again: it may have gone to a dying scheduler."""
+"""A scheduler that is alive for so long after our Hello and has not answered never got it: it went
+to the one before."""
 POLL_MS = 250
 FAREWELL_MS = 1000
 
@@ -61,17 +63,16 @@ class SchedulerLink:
         self, endpoints: Endpoints, progress: Progress, keys: CurveKeys | None = None
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._endpoint = endpoints.worker
-        self._keys = keys
         self._progress = progress
-        self._name = ""
-        self._dealer: Dealer | None = None
+        self._name = f"worker-{os.getpid()}-{secrets.token_hex(4)}"
+        socket = connect_dealer(self._context, endpoints.worker, self._name, keys)
+        self._dealer = Dealer(socket)
         self._welcome: Welcome | None = None
-        self._welcomed_s = 0.0
+        self._said_s = self._welcomed_s = 0.0
         self._scheduler_epoch: int | None = None
         self._exit_fd: int | None = None
         self._poller = zmq.Poller()
-        self._connect()
+        self._poller.register(socket, zmq.POLLIN)
         self._beats = BeatClient(self._context, endpoints.beats, self._name, self._make_beat, keys)
         self._beats.start()
 
@@ -82,83 +83,58 @@ class SchedulerLink:
 
     def say_hello(self) -> None:
         """Introduce this worker; the answer is awaited by `greet`."""
-        self._send(Hello(PROTOCOL_VERSION, Role.WORKER, self._name, os.getpid()))
+        self._forget_scheduler()
+        self._said_s = time.monotonic()
+        self.send(Hello(PROTOCOL_VERSION, Role.WORKER, self._name, os.getpid()))
 
     def greet(self) -> None:
-        """Wait for the Welcome, however long, saying Hello again now and then.
+        """Wait for the Welcome, however long.
 
         Raises ProtocolError for another protocol version and EngineError when refused.
         """
-        said_s = time.monotonic()
-        while True:
-            self._poller.poll(POLL_MS)
-            message = self._receive_now()
+        while self._welcome is None:
+            message = self._dealer.receive(POLL_MS)
             if isinstance(message, Welcome):
                 self._accept(message)
                 return
             if isinstance(message, Refused):
                 raise EngineError(f"the scheduler refused this worker: {message.reason}")
-            if time.monotonic() - said_s > GREET_AGAIN_S:
-                said_s = time.monotonic()
+            heard = self._beats.last
+            if heard is not None and heard.at_s > self._said_s + GREET_AGAIN_S:
                 self.say_hello()
-
-    def restart(self) -> None:
-        """Leave the lost scheduler and say Hello to the next one."""
-        assert self._dealer is not None
-        self._poller.unregister(self._dealer.socket)
-        self._dealer.socket.close(0)
-        self._drop_exit_fd()
-        self._welcome = None
-        self._connect()
-        self.say_hello()
 
     def receive(self, timeout_ms: int = POLL_MS) -> Message | Lost | None:
         """The next message at once if one is queued, else within the timeout, else None."""
-        message = self._receive_now()
+        message = self._dealer.receive(0)
         if message is None:
             for source, _ in self._poller.poll(timeout_ms):
                 if source == self._exit_fd:
                     assert self._welcome is not None
                     return Lost(f"its process {self._welcome.pid} ended")
-            message = self._receive_now()
+            message = self._dealer.receive(0)
         if isinstance(message, Welcome):  # an answer to a Hello said twice: a newer epoch
             self._accept(message)
         return message if message is not None else self._find_loss()
 
     def send(self, message: Message) -> None:
-        self._send(message)
+        self._dealer.send(message)
 
     def say_failed(self, reason: str) -> None:
         """Tell the scheduler, if it has welcomed us, why this process ends."""
-        while self._welcome is None and (message := self._receive_now()) is not None:
+        while self._welcome is None and (message := self._dealer.receive(0)) is not None:
             if isinstance(message, Welcome):
                 self._accept(message)
         if self._welcome is not None:
-            self._send(WorkerFailed(FailureScope.PROCESS, self.epoch, None, reason))
+            self.send(WorkerFailed(FailureScope.PROCESS, self.epoch, None, reason))
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then end the beats and the sockets."""
         self._beats.stop()
-        assert self._dealer is not None
         self._dealer.socket.close(FAREWELL_MS)
-        self._drop_exit_fd()
+        self._forget_scheduler()
         self._context.term()
 
     # ---- inside
-
-    def _connect(self) -> None:
-        self._name = f"worker-{os.getpid()}-{secrets.token_hex(4)}"
-        socket = connect_dealer(self._context, self._endpoint, self._name, self._keys)
-        self._dealer = Dealer(socket)
-        self._poller.register(socket, zmq.POLLIN)
-
-    def _send(self, message: Message) -> None:
-        assert self._dealer is not None
-        self._dealer.send(message)
-
-    def _receive_now(self) -> Message | None:
-        assert self._dealer is not None
-        return self._dealer.receive(0)
 
     def _accept(self, welcome: Welcome) -> None:
         if welcome.protocol != PROTOCOL_VERSION:
@@ -166,7 +142,7 @@ class SchedulerLink:
                 f"the scheduler speaks protocol {welcome.protocol}, this worker "
                 f"{PROTOCOL_VERSION}; run the same version of both"
             )
-        self._drop_exit_fd()
+        self._forget_scheduler()
         self._welcome = welcome
         self._welcomed_s = time.monotonic()
         self._scheduler_epoch = None
@@ -192,7 +168,8 @@ class SchedulerLink:
             return Lost(f"its epoch went from {self._scheduler_epoch} to {heard.beat.epoch}")
         return None
 
-    def _drop_exit_fd(self) -> None:
+    def _forget_scheduler(self) -> None:
+        self._welcome = None
         if self._exit_fd is not None:
             self._poller.unregister(self._exit_fd)
             os.close(self._exit_fd)

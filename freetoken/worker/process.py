@@ -27,6 +27,7 @@ from freetoken.wire.messages import (
 )
 from freetoken.wire.sockets import Endpoints
 from freetoken.worker.budget import measure_budget
+from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.faults import StepError
 from freetoken.worker.link import Lost, Progress, SchedulerLink
 from freetoken.worker.startup import ModelSource, Started, start
@@ -51,15 +52,13 @@ def run(config: Config) -> int:
 
 def open_source(config: Config) -> ModelSource:
     """The checkpoint that the options name, nothing of it loaded yet."""
-    from freetoken.worker.checkpoint import CheckpointSource
-
     if config.device == "cuda":
         raise ConfigError(
             "--device cuda: this version computes on the CPU only; use --device cpu or auto"
         )
     if config.model is None:
         raise ConfigError("no model is given; name the directory of a checkpoint")
-    return CheckpointSource(Path(config.model), config.dtype)
+    return CheckpointSource(Path(config.model), config.dtype, torch.device("cpu"))
 
 
 def serve(config: Config, source: ModelSource) -> None:
@@ -104,7 +103,7 @@ class _Loop:
                 self._announce()
             elif isinstance(message, Lost):
                 _log.warning(log.event("scheduler.lost", reason=message.reason))
-                self._link.restart()
+                self._link.say_hello()
                 self._link.greet()
                 self._announce()
             elif isinstance(message, Refused):

@@ -17,12 +17,23 @@ from torch import Tensor
 
 from freetoken import log
 from freetoken.model.context import KvPools, StepContext
-from freetoken.wire.messages import Logprobs, StepMode, StepPlan, StepResult, StepStats, pack_ids
+from freetoken.wire.messages import (
+    Logprobs,
+    StepMode,
+    StepPlan,
+    StepResult,
+    StepStats,
+    pack_ids,
+    unpack_ids,
+)
 from freetoken.worker.batch import assemble, split
 from freetoken.worker.faults import StepError, is_out_of_memory
 from freetoken.worker.kv import copy_pages
 from freetoken.worker.rows import Ids, Rows, Work, unpack
 from freetoken.worker.sampler import Sampler
+
+VOID_TOKEN = 0
+"""Stands in a result for a void row, whose place the scheduler counts and whose token it drops."""
 
 MIN_PIECE_TOKENS = 16
 """A piece this small that still runs out of memory fails its step."""
@@ -69,6 +80,10 @@ class Limits:
     max_on_demand_tokens: int | None
 
 
+_Dealt = tuple[bytes, list[int], tuple[Logprobs | None, ...]]
+"""Packed row ids, tokens, and logprobs (or none at all), in the order of the plan."""
+
+
 class Runner:
     def __init__(self, model: Model, pools: KvPools, limits: Limits) -> None:
         self.limits = limits
@@ -109,7 +124,7 @@ class Runner:
             step_id=plan.step_id,
             epoch=plan.epoch,
             mode=plan.mode,
-            row_ids=pack_ids(row_ids.tolist()),
+            row_ids=row_ids,
             token_ids=pack_ids(token_ids),
             logprobs=logprobs,
             stats=StepStats(
@@ -122,7 +137,7 @@ class Runner:
             max_on_demand_tokens=self.limits.max_on_demand_tokens,
         )
 
-    def _execute(self, plan: StepPlan) -> tuple[Ids, list[int], tuple[Logprobs | None, ...]]:
+    def _execute(self, plan: StepPlan) -> _Dealt:
         rows = self._rows
         self._forget(unpack(plan.forget_rows, "forget_rows").astype(np.int64))
         rows.check_copies(plan.page_copies)
@@ -136,11 +151,11 @@ class Runner:
         work = rows.check_work(plan, self._max_tokens(plan))
         row_ids = work.sampled_rows()
         if not work.num_tokens:
-            return row_ids, [], ()
+            return _fill_void(plan, row_ids, [], ())
         logits = self._forward(work, plan.mode)
         sampled = self._sampler.sample(row_ids, logits)
         rows.advance(work, row_ids, sampled.tokens)
-        return row_ids, sampled.tokens.tolist(), sampled.logprobs
+        return _fill_void(plan, row_ids, sampled.tokens.tolist(), sampled.logprobs)
 
     def _max_tokens(self, plan: StepPlan) -> int:
         if plan.layers != (0, 0):
@@ -202,3 +217,18 @@ class Runner:
         named += [run.row_id for run in plan.page_runs]
         decode = np.frombuffer(plan.decode_rows[: len(plan.decode_rows) // 4 * 4], "<i4")
         self._rows.void(np.array(named + decode.tolist(), np.int64))
+
+
+def _fill_void(
+    plan: StepPlan, row_ids: Ids, tokens: list[int], logprobs: tuple[Logprobs | None, ...]
+) -> _Dealt:
+    """A place in the result for each row that the plan samples, void or not."""
+    planned = pack_ids(extend.row_id for extend in plan.extends if extend.is_last)
+    planned += plan.decode_rows
+    if len(planned) == 4 * len(row_ids):
+        return planned, tokens, logprobs
+    found = dict(zip(row_ids.tolist(), tokens, strict=True))
+    named = dict(zip(row_ids.tolist(), logprobs, strict=False))
+    rows = unpack_ids(planned)
+    filled = tuple(named.get(row) for row in rows) if logprobs else ()
+    return planned, [found.get(row, VOID_TOKEN) for row in rows], filled

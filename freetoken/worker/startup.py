@@ -54,10 +54,6 @@ class ModelSource(Protocol):
 
     def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> Model: ...
 
-    def check(self, model: Model) -> None:
-        """EngineError if the model computes something wrong."""
-        ...
-
     def make_pools(self, num_pages: int, page_size: int) -> KvPools: ...
 
 
@@ -83,8 +79,6 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, report)
-    with _stage(progress, Phase.CHECKING, "checking the model against transformers"):
-        source.check(model)
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
         assert sum(pool.nbytes for pool in (*pools.k, *pools.v)) == plan.prices["kv"]

@@ -67,6 +67,5 @@ def client(api: RunningApi) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def http(api: RunningApi) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=api.url, timeout=20) as http:
-        yield http
+def http(api: RunningApi) -> httpx.Client:
+    return api.http
