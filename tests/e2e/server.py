@@ -82,7 +82,10 @@ class Stream:
     def __init__(self, url: str, max_tokens: int = 400) -> None:
         self._client = httpx.Client(timeout=20)
         body = {
-            "prompt": "a", "max_tokens": max_tokens, "stream": True, "ignore_eos": True,
+            "prompt": "a",
+            "max_tokens": max_tokens,
+            "stream": True,
+            "ignore_eos": True,
             "temperature": 0,
         }
         request = self._client.build_request("POST", f"{url}/v1/completions", json=body)
