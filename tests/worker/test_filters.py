@@ -88,9 +88,9 @@ def test_the_short_cut_draws_what_the_whole_sort_draws(changes, monkeypatch):
     logits = random_logits(num_rows, 300).round(decimals=1)
     uniforms = torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     filters = make_filters(num_rows, **changes)
-    monkeypatch.setattr(subject, "CANDIDATES", 300)
+    monkeypatch.setattr(subject, "CANDIDATES", ())
     whole, _ = draw(logits, filters, uniforms)
-    monkeypatch.setattr(subject, "CANDIDATES", 64)
+    monkeypatch.setattr(subject, "CANDIDATES", (8, 64))
     short, _ = draw(logits, filters, uniforms)
     assert short.tolist() == whole.tolist()
 
