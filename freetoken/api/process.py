@@ -34,6 +34,8 @@ GRACE_S = 2.5
 END_S = 1.5
 """After the grace: to write the error events and close."""
 
+LEAVING = "the server is shutting down"
+
 _log = log.get(__name__)
 
 
@@ -108,18 +110,18 @@ class ApiServer:
     def stop(self) -> None:
         """End gracefully; called again, end now."""
         if self._stopping is None:
+            _log.info(log.event("api.stop", open=self._engine.num_open, grace_s=GRACE_S))
+            self._engine.refuse(LEAVING)
             self._stopping = asyncio.get_running_loop().create_task(self._drain())
         else:
             self._server.force_exit = True
-            self._leave("stopped by a second signal")
+            self._leave(LEAVING)
 
     async def _drain(self) -> None:
-        _log.info(log.event("api.stop", open=self._engine.num_open, grace_s=GRACE_S))
-        self._engine.refuse("the server is shutting down")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._engine.wait_idle()
-        self._leave("the server is shutting down")
+        self._leave(LEAVING)
 
     def _leave(self, reason: str) -> None:
         self._engine.fail_all(reason)
