@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -30,9 +31,9 @@ from freetoken.errors import ConfigError
 from freetoken.wire.sockets import Endpoints
 
 TITLE = "freetoken-api"
-GRACE_S = 2.5
-END_S = 1.5
-"""After the grace: to write the error events and close."""
+GRACE_S = 2.0
+END_S = 1
+"""After the grace, whole seconds as uvicorn takes them: to write the error events and close."""
 
 LEAVING = "the server is shutting down"
 
@@ -42,6 +43,7 @@ _log = log.get(__name__)
 def run(config: Config) -> int:
     """Serve until a signal. Raises EngineError for what ends the process."""
     log.setup(TITLE, config.log_level)
+    _adopt_uvicorn_logs()
     setproctitle.setproctitle(TITLE)
     sockets = bind_sockets(config.host, config.port)
     if config.model is None:
@@ -55,6 +57,14 @@ def run(config: Config) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.run(handle_signals=True))
     return 0
+
+
+def _adopt_uvicorn_logs() -> None:
+    """uvicorn's warnings and errors look like ours; its chatter is left out."""
+    theirs = logging.getLogger("uvicorn")
+    theirs.handlers[:] = logging.getLogger("freetoken").handlers
+    theirs.setLevel(logging.WARNING)
+    theirs.propagate = False
 
 
 class ApiServer:
@@ -90,7 +100,7 @@ class ApiServer:
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(END_S + 0.5),
+                timeout_graceful_shutdown=END_S,
             )
         )
         if handle_signals:
