@@ -51,6 +51,7 @@ def served(model_dir: Path) -> Iterator[tuple[FakeScheduler, RunningApi]]:
 def fake(served: tuple[FakeScheduler, RunningApi]) -> Iterator[FakeScheduler]:
     scheduler, running = served
     scheduler.reset()
+    running.wait_ready()
     yield scheduler
     running.wait_idle()
 
