@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import socket
 
+from freetoken import log
+from freetoken.api.listen import bind_sockets
+from freetoken.config import Config
 from freetoken.errors import ConfigError
 
 GIB = 1 << 30
 
+_log = log.get(__name__)
+
 
 def reserve_port(host: str, port: int) -> int:
     """Check that `host:port` can be listened on; returns the port, a free one for 0."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host} is no address: {error.strerror}") from error
-    with socket.socket(family, kind, protocol) as probe:
-        # as servers do: a port in TIME_WAIT after a restart is free, one with a listener is not
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as error:
-            raise ConfigError(_explain_bind(host, port, error)) from error
-        return int(probe.getsockname()[1])
+    sockets = bind_sockets(host, port)
+    port = int(sockets[0].getsockname()[1])
+    for sock in sockets:
+        sock.close()
+    return port
 
 
-def _explain_bind(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use by another process; give another --port, or 0"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return f"--host {host} is no address of this machine"
-    if error.errno == errno.EACCES:
-        return f"port {port} needs privileges; give a --port of 1024 or more"
-    return f"cannot listen on {host}:{port}: {error.strerror}"
+def warn_if_open(config: Config) -> None:
+    """Anyone who reaches a server without a key may use it."""
+    if config.api_key is None and not is_loopback(config.host):
+        why = "other machines may use this server without a key"
+        remedy = "set FREETOKEN_API_KEY, or --host 127.0.0.1"
+        _log.warning(log.event("serve.open", host=config.host, why=why, remedy=remedy))
 
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach a server on `host`."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except socket.gaierror:
+    except (OSError, UnicodeError):
         return False
     return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in found)
 

@@ -14,8 +14,8 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 
-from freetoken import options
-from freetoken.commands import checkpoint
+from freetoken import log, options
+from freetoken.commands import checkpoint, host
 from freetoken.commands.resolve import complete, resolve_model
 from freetoken.config import Config
 from freetoken.launcher import guard, rundir
@@ -51,6 +51,9 @@ def run(room: str, argv: Sequence[str]) -> int:
 
 def run_alone(room: str, config: Config) -> int:
     """Without a launcher: find the model, prepare the run directory, run."""
+    if room == "api":
+        log.setup("freetoken-api", config.log_level)
+        host.warn_if_open(config)
     run_dir = rundir.prepare(config.run_dir or rundir.shared_dir())
     if room != "scheduler":  # it never looks at the model
         model = resolve_model(config.model)

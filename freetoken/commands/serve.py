@@ -27,8 +27,6 @@ DESCRIPTION = "Serve MODEL over HTTP: start the three processes, watch them, end
 NAME = "freetoken-launcher"
 ROOMS = ("scheduler", "worker", "api")
 
-_log = log.get(__name__)
-
 
 def run(argv: Sequence[str]) -> int:
     parser = options.Parser("ft serve", DESCRIPTION)
@@ -37,13 +35,10 @@ def run(argv: Sequence[str]) -> int:
     _set_title()
     log.setup(NAME, config.log_level)
     report = Report(sys.stdout, sys.stderr, time.monotonic)
-    if config.api_key is None and not host.is_loopback(config.host):
-        _log.warning(
-            log.event("serve.open", host=config.host, why="anyone who reaches it may use it")
-            + "; set FREETOKEN_API_KEY, or --host 127.0.0.1"
-        )
+    host.warn_if_open(config)
     config, found = check(config, report)
     serve(config, found, report)
+    report.title("stopped")
     return 0
 
 

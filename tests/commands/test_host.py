@@ -3,7 +3,9 @@ import socket
 
 import pytest
 
+from freetoken import log
 from freetoken.commands import host
+from freetoken.config import Config
 from freetoken.errors import ConfigError
 
 
@@ -12,7 +14,7 @@ def test_a_busy_port_is_refused_by_its_number() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: it is in use"):
             host.reserve_port("127.0.0.1", port)
     assert host.reserve_port("127.0.0.1", port) == port
 
@@ -24,7 +26,7 @@ def test_port_0_becomes_a_free_one() -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("192.0.2.1", "192.0.2.1 is no address of this machine"), ("no such", "no such is no addr")],
+    [("192.0.2.1", "cannot listen on 192.0.2.1:0"), ("no such", "--host no such is no address")],
 )
 def test_a_host_that_is_not_ours_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -40,3 +42,12 @@ def test_memory_that_is_too_small_is_refused_with_both_numbers() -> None:
     host.check_memory(10, 10)
     with pytest.raises(ConfigError, match=r"need 3\.00 GiB .* 1\.50 GiB are available"):
         host.check_memory(3 * host.GIB, 3 * host.GIB // 2)
+
+
+def test_only_an_open_server_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("test")
+    host.warn_if_open(Config())
+    host.warn_if_open(Config(host="0.0.0.0", api_key="k"))
+    assert capsys.readouterr().err == ""
+    host.warn_if_open(Config(host="0.0.0.0"))
+    assert "serve.open host=0.0.0.0" in capsys.readouterr().err

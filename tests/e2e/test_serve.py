@@ -4,21 +4,43 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.server import Server, await_server, await_status, start
+from tests.e2e.server import START_S, Server, await_server, await_status, start
 from tests.processes import is_gone, kill
 
 
 @pytest.fixture(scope="module")
-def server(tiny_checkpoint: Path, runtime: Path) -> Iterator[Server]:
-    with start(tiny_checkpoint, runtime, "--port", "0") as running:
+def manager() -> Iterator[socket.socket]:
+    """A service manager's socket."""
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock,
+    ):
+        sock.bind(f"{directory}/notify")
+        sock.settimeout(START_S)
+        yield sock
+
+
+@pytest.fixture(scope="module")
+def server(tiny_checkpoint: Path, runtime: Path, manager: socket.socket) -> Iterator[Server]:
+    notify = str(manager.getsockname())
+    with start(tiny_checkpoint, runtime, "--port", "0", NOTIFY_SOCKET=notify) as running:
+        while b"READY=1" not in manager.recv(4096):
+            assert "is served at" not in running.output
         yield await_server(running, runtime)
+
+
+def test_the_service_manager_was_told_when_requests_are_answered(server: Server) -> None:
+    assert server.is_ready()
+    assert server.complete()
 
 
 def test_phases_are_printed_with_seconds_then_context(server: Server) -> None:
@@ -66,5 +88,6 @@ def test_ctrl_c_ends_all_within_five_seconds_and_leaves_nothing(server: Server) 
     pids = server.pids
     server.running.process.send_signal(signal.SIGINT)
     assert server.running.wait(5) == 0
+    assert server.running.last_line == "stopped"
     assert all(is_gone(pid, 0) for pid in pids.values())
     assert list(server.runtime.iterdir()) == []

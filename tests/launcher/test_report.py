@@ -157,3 +157,11 @@ def test_the_watchdog_is_heeded_only_if_it_is_ours(
     environ: dict[str, str], seconds: float | None
 ) -> None:
     assert Notifier(environ).watchdog_s == seconds
+
+
+def test_a_reader_that_went_away_does_not_end_the_server() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    show_start(Closed())
