@@ -44,12 +44,12 @@ _log = log.get(__name__)
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. ConfigError if a socket cannot be bound."""
-    setproctitle.setproctitle(NAME)
-    log.setup(NAME, config.log_level)
     if config.run_dir is None:
         raise ConfigError("the scheduler needs --run-dir, the directory of the sockets")
+    setproctitle.setproctitle(NAME)
+    log.setup(NAME, config.log_level)
     endpoints = Endpoints.in_directory(make_run_dir(config.run_dir))
-    claim = _claim(config.run_dir)
+    held = claim(config.run_dir)
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     process = SchedulerProcess(
@@ -60,22 +60,22 @@ def run(config: Config) -> int:
     )
     with wake, woken, _signals_to(wake):
         process.serve()
-    os.close(claim)
+    os.close(held)
     return 0
 
 
-def _claim(run_dir: Path) -> int:
+def claim(run_dir: Path) -> int:
     """A descriptor that holds the run directory for this process: binding would take the sockets
     of another scheduler away without a word."""
-    claim = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(claim)
+        os.close(held)
         raise ConfigError(
             f"another scheduler is running in {run_dir}; stop it or choose another --run-dir"
         ) from error
-    return claim
+    return held
 
 
 def _make_seed() -> int:
@@ -103,13 +103,19 @@ class SchedulerProcess:
     """The I/O loop; `stop_fd` turning readable ends it."""
 
     def __init__(
-        self, endpoints: Endpoints, scheduler: Scheduler, health: Health, stop_fd: int
+        self,
+        endpoints: Endpoints,
+        scheduler: Scheduler,
+        health: Health,
+        stop_fd: int,
+        report_s: float = REPORT_S,
     ) -> None:
         self.epoch = time.time_ns() // 1000
         self._endpoints = endpoints
         self._scheduler = scheduler
         self._health = health
         self._stop_fd = stop_fd
+        self._report_s = report_s
         self._status = Status(Phase.STARTING, "")
         self._reported_s = 0.0
         self._ticked_s = 0.0
@@ -150,7 +156,7 @@ class SchedulerProcess:
 
     def _turn(self) -> bool:
         """One turn of the loop; False to stop."""
-        ready = dict(self._poller.poll(int(TICK_S * 1000)))
+        ready = dict(self._poller.poll(int(min(TICK_S, self._report_s) * 1000)))
         if self._stop_fd in ready:
             return False
         now_s = time.monotonic()
@@ -188,7 +194,7 @@ class SchedulerProcess:
         if changed:
             _log.info(log.event("phase", phase=status.phase, detail=status.detail))
         self._status = status
-        if changed or now_s - self._reported_s >= REPORT_S or self._apis.has_newcomers:
+        if changed or now_s - self._reported_s >= self._report_s or self._apis.has_newcomers:
             self._reported_s = now_s
             self._apis.tell_state(self._engine_state())
 

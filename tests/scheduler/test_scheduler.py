@@ -280,7 +280,7 @@ def short_outputs(driver: Driver) -> None:
         driver.run()
 
 
-@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 40), (2, 24), (16, 5)])
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 40), (2, 24), (4, 12)])
 def test_the_youngest_is_preempted_and_everything_finishes(page_size: int, num_pages: int) -> None:
     driver = small(page_size=page_size, num_pages=num_pages, max_rows=6)
     short_outputs(driver)
