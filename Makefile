@@ -18,7 +18,7 @@ sys.exit(0 if v >= (3, 11) else "FreeToken needs Python 3.11 or newer; %s is %d.
 endef
 export CHECK_PYTHON
 
-.PHONY: setup serve test check clean python
+.PHONY: setup serve test test-oldest check clean python
 .NOTPARALLEL: # all share one environment
 
 setup: $(VENV)/.runtime
@@ -28,6 +28,15 @@ serve: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
+
+# The model tests with the oldest transformers that pyproject.toml allows.
+test-oldest: $(VENV)-oldest/.dev
+	$(VENV)-oldest/bin/python -m pytest tests/model $(ARGS)
+
+$(VENV)-oldest/.dev: $(VENV)/.dev
+	$(PYTHON) -m venv $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]' 'transformers==5.17.*'
+	@touch $@
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -57,4 +66,4 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -114,7 +114,10 @@ def _num_bytes(model: nn.Module) -> int:
 
 
 def _shrink_all(text: Any) -> None:
-    """Hidden size independent of the heads: for configs that say the head size."""
+    """Hidden size independent of the heads, where the config says the head size."""
+    if getattr(text, "head_dim", None) is None:
+        _shrink_proportionally(text)
+        return
     _shrink_heads(text)
     _shrink_common(text)
     text.hidden_size = HIDDEN_SIZE

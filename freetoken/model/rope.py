@@ -6,6 +6,8 @@ that are cached would disagree with later queries. Here the choice is made once,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,21 +29,40 @@ def fix_rope(model: nn.Module, context_tokens: int) -> None:
     longrope: the short factors if the context fits the original window, else the long ones for
     every request, which differs from transformers in requests shorter than that window.
     """
-    for module in model.modules():
-        rope_type = getattr(module, "rope_type", None)
+    for module, rope_type in _rotary_modules(model):
         if isinstance(rope_type, str):
             _fix(module, rope_type, None, context_tokens)
-            if _varies(rope_type):
-                module.rope_type = CONSTANT  # type: ignore[assignment]
-        elif isinstance(rope_type, dict):
+        else:
             for layer_type, kind in rope_type.items():
                 _fix(module, kind, layer_type, context_tokens)
-            fixed = {key: CONSTANT if _varies(kind) else kind for key, kind in rope_type.items()}
-            module.rope_type = fixed  # type: ignore[assignment]
+        module.rope_type = _constant(rope_type)
 
 
-def _varies(rope_type: str) -> bool:
-    return "dynamic" in rope_type or rope_type == "longrope"
+@contextmanager
+def constant_rope(model: nn.Module) -> Iterator[None]:
+    """Within the context no frequency is recomputed: for a forward without data."""
+    modules = list(_rotary_modules(model))
+    try:
+        for module, rope_type in modules:
+            module.rope_type = _constant(rope_type)
+        yield
+    finally:
+        for module, rope_type in modules:
+            module.rope_type = rope_type
+
+
+def _rotary_modules(model: nn.Module) -> Iterator[tuple[Any, str | dict[str, str]]]:
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, str | dict):
+            yield module, rope_type
+
+
+def _constant(rope_type: str | dict[str, str]) -> str | dict[str, str]:
+    """The type under which transformers leaves the frequencies as they are."""
+    if isinstance(rope_type, dict):
+        return {layer_type: str(_constant(kind)) for layer_type, kind in rope_type.items()}
+    return CONSTANT if "dynamic" in rope_type or rope_type == "longrope" else rope_type
 
 
 def _fix(module: nn.Module, rope_type: str, layer_type: str | None, context_tokens: int) -> None:

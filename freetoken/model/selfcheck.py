@@ -7,6 +7,8 @@ a pass. Whatever differs is refused, so no list of families is needed and nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -40,6 +42,22 @@ def check_model(path: Path, *, experts: ExpertsMode) -> None:
 
 def check_config(config: PreTrainedConfig, *, experts: ExpertsMode) -> None:
     """Like check_model, for a config that is not on disk."""
+    with _one_thread():
+        _check(config, experts)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Miniatures are so small that threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _check(config: PreTrainedConfig, experts: ExpertsMode) -> None:
     measure_shape(build_meta_model(deepcopy(config), torch.float32))
     name = config.model_type
     reasons = []

@@ -17,6 +17,7 @@ from freetoken.model.experts import (
     num_experts,
     plan_layout,
 )
+from freetoken.model.rope import constant_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def _run_on_meta(model: PreTrainedModel, recorder: _Recorder) -> None:
         attach_experts(module, recorder.route)
     zero = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), constant_rope(model):
             model(input_ids=zero, position_ids=zero, use_cache=False)
     except Exception as error:
         reason = " ".join(str(error).split())
