@@ -8,6 +8,7 @@ import torch
 
 from freetoken.model.context import KvPools
 from freetoken.model.load import load_model, read_shape
+from freetoken.model.selfcheck import check_model
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
 from freetoken.worker.kv import allocate_pools
@@ -26,6 +27,9 @@ class CheckpointSource:
 
     def read_sizes(self) -> ModelSizes:
         return sizes_of(self._shape)
+
+    def check(self, experts: ExpertsMode) -> None:
+        check_model(self._path, experts=experts)
 
     def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> ServedModel:
         return load_model(

@@ -1,4 +1,4 @@
-"""From options to a runner that is ready: memory plan, load, self-check, warm-up.
+"""From options to a runner that is ready: memory plan, self-check, load, warm-up.
 
 Each stage is reported through Progress. What cannot work is refused before anything is loaded.
 """
@@ -52,6 +52,10 @@ class ModelSource(Protocol):
         """From the configuration alone."""
         ...
 
+    def check(self, experts: ExpertsMode) -> None:
+        """EngineError if a small copy of the model computes something wrong on our path."""
+        ...
+
     def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> Model: ...
 
     def make_pools(self, num_pages: int, page_size: int) -> KvPools: ...
@@ -76,6 +80,8 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     def report(detail: str, done: int, total: int) -> None:
         progress.detail, progress.done, progress.total = detail, done, total
 
+    with _stage(progress, Phase.CHECKING, "checking the model's class against transformers"):
+        source.check(experts)
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, report)

@@ -94,11 +94,14 @@ class HashSource:
 
     def __init__(self, model: HashModel | None = None, **sizes: int) -> None:
         self.model = model or HashModel()
-        self.num_loads = 0
+        self.num_checks = self.num_loads = 0
         self.sizes = fake_sizes(**sizes)
 
     def read_sizes(self) -> ModelSizes:
         return self.sizes
+
+    def check(self, experts: str) -> None:
+        self.num_checks += 1
 
     def load(self, experts: str, num_slots: int | None, report: ReportBytes) -> HashModel:
         self.num_loads += 1

@@ -35,8 +35,15 @@ def start_worker(path, **options):
     config = Config(
         model=str(path), dtype="float32", page_size=4, max_rows=4, max_step_tokens=64, **options
     )
-    source = CheckpointSource(path, config.dtype, torch.device("cpu"))
+    source = CheckedSource(path, config.dtype, torch.device("cpu"))
     return start(config, source, Progress(), BUDGET)
+
+
+class CheckedSource(CheckpointSource):
+    """The self-check takes a second and has a test of its own."""
+
+    def check(self, experts):
+        pass
 
 
 def expected_text(plain, prompt, count):
@@ -148,6 +155,11 @@ def test_a_window_that_does_not_fit_the_pool_is_warned_of_with_the_flag(checkpoi
     assert "requested" in text
     assert "num_tokens=128" in text
     assert "resolved moe_cache_size=0 num_pages=32 page_size=4" in text
+
+
+@pytest.mark.parametrize("experts", ["in-place", "slots"])
+def test_the_self_check_passes_for_a_supported_class(checkpoint, experts):
+    CheckpointSource(checkpoint, "auto", torch.device("cpu")).check(experts)
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):

@@ -89,6 +89,7 @@ def test_the_worker_announces_what_the_plan_allows(run_dir, scheduler):
     assert (ready.epoch, ready.num_pages, ready.page_size, ready.context_tokens) == (1, 32, 4, 128)
     assert (ready.window, ready.max_rows, ready.max_on_demand_tokens) == (256, 4, None)
     assert ready.plan["kv"] == 33 * 4 * 8
+    assert worker.source.num_checks == 1, "at every start"
     finish(scheduler, worker)
 
 
@@ -141,6 +142,16 @@ def test_a_plan_that_does_not_fit_is_refused_before_loading(run_dir, scheduler):
     error = worker.join()
     assert isinstance(error, ConfigError)
     assert "short" in str(error)
+    assert worker.source.num_loads == 0
+
+
+def test_a_class_that_fails_the_self_check_is_refused_before_loading(run_dir, scheduler):
+    class Wrong(HashSource):
+        def check(self, experts):
+            raise EngineError("HashModel cannot be served: logits differ")
+
+    worker = WorkerThread(run_dir, Wrong())
+    assert "logits differ" in str(worker.join())
     assert worker.source.num_loads == 0
 
 
