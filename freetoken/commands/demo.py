@@ -13,7 +13,7 @@ from freetoken.demo.recipe import WHAT_IT_IS
 from freetoken.demo.source import SMOLLM2_WHEEL
 
 
-def main(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Progress goes to stderr, the result to stdout. EngineError if it cannot be built."""
     options = _parser().parse_args(argv)
     path = ensure_demo(

@@ -18,10 +18,9 @@ from freetoken.experts.slots import SlotExperts, SlotPool
 from freetoken.kernels.prepacked import can_prepack
 from freetoken.kernels.reference import grouped_experts
 from freetoken.model.attention import PagedAttention, attach_attention
-from freetoken.model.conversion import BankTarget
+from freetoken.model.conversion import BankTarget, bank_targets
 from freetoken.model.experts import (
     attach_experts,
-    bank_parameters,
     experts_modules,
     gate_of,
     num_experts,
@@ -30,6 +29,7 @@ from freetoken.model.experts import (
 )
 from freetoken.model.layers import speed_up_for_cpu
 from freetoken.model.passes import find_decoder_layers
+from freetoken.model.rope import fix_rope
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
 
@@ -47,7 +47,7 @@ class Weights:
         self._model = model
         self._device = device
         self._transposed: dict[str, bool] = {}
-        self._banked: set[str] = set()
+        self._targets: dict[str, BankTarget] = {}
         for name, module in experts_modules(model):
             if experts == "in-place" and device != "cpu":
                 raise EngineError(f"experts in place run on the CPU only, not on {device}")
@@ -56,7 +56,7 @@ class Weights:
             form = PackedBank if packed else RowBank
             self.banks[name] = form(layout, num_experts(module))
             self._transposed[name] = bool(module.is_transposed)
-            self._banked |= {f"{name}.{key}" for key in bank_parameters(module)}
+        self._targets = bank_targets(model)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Set a dense parameter or buffer to a copy of `tensor`."""
@@ -89,12 +89,21 @@ class Weights:
             )
         bank.put(expert, target.parameter_name, tensor)
 
+    def put_whole(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a tensor of the model's own form: dense, or all experts of a layer."""
+        target = self._targets.get(name)
+        if target is None:
+            self.put(name, tensor)
+            return
+        for expert in range(target.num_experts):
+            self.put_expert(target, expert, tensor[expert])
+
     @torch.no_grad()
     def finish(self, missing: frozenset[str]) -> None:
         """Tie weights, compute non-persistent buffers; only experts may be left on meta."""
         model = self._model
         state = model.state_dict(keep_vars=True)
-        for name in self._banked:
+        for name in self._targets:
             state[name]._is_hf_initialized = True
         model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
         for name, buffer in list(model.named_non_persistent_buffers()):
@@ -105,7 +114,7 @@ class Weights:
         left = [
             name
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-            if tensor.device.type == "meta" and name not in self._banked
+            if tensor.device.type == "meta" and name not in self._targets
         ]
         if left:
             raise EngineError(f"{type(model).__name__}: weights were never loaded: {left[:4]}")
@@ -118,11 +127,14 @@ def assemble(
     *,
     device: str,
     num_slots: int | None,
+    context_tokens: int,
 ) -> ServedModel:
     """Put attention and experts in place; `weights` are finished.
 
-    `num_slots`: of all layers together; None: experts are computed in place.
+    `num_slots`: of all layers together; None: experts are computed in place ·
+    `context_tokens`: the longest request that will be served.
     """
+    fix_rope(model, context_tokens)
     attention = PagedAttention()
     attach_attention(model, attention)
     modules = [(weights.banks[name], module) for name, module in experts_modules(model)]

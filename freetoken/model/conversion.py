@@ -75,6 +75,15 @@ class LoadPlan:
         return sum(task.num_bytes for task in self.tasks)
 
 
+def bank_targets(model: PreTrainedModel) -> dict[str, BankTarget]:
+    """The expert parameters of the model by their names."""
+    return {
+        f"{name}.{key}": BankTarget(name, key, num_experts(module))
+        for name, module in experts_modules(model)
+        for key in bank_parameters(module)
+    }
+
+
 def plan_loading(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> LoadPlan:
     """Raises ConfigError for tensors that are missing, unexpected or of an unsupported type."""
     return _Planner(model).plan(stored)
@@ -121,11 +130,7 @@ class _Planner:
         self._renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
         self._converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
-        self._banks = {
-            f"{name}.{key}": BankTarget(name, key, num_experts(module))
-            for name, module in experts_modules(model)
-            for key in bank_parameters(module)
-        }
+        self._banks = bank_targets(model)
         self._tasks: dict[tuple[str, int | None], Task] = {}
         self._unexpected: list[str] = []
 

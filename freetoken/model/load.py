@@ -48,11 +48,13 @@ def load_model(
     experts: ExpertsMode,
     num_slots: int | None,
     progress: Progress,
+    context_tokens: int | None = None,
 ) -> ServedModel:
     """The model, ready to run on `device`.
 
     `num_slots`: expert slots over all layers, for "slots" only. `progress("loading", done, total)`
-    is called with bytes of the checkpoint. Raises ConfigError for a bad directory or checkpoint,
+    is called with bytes of the checkpoint. `context_tokens`: the longest request that will be
+    served, by default the model's window. Raises ConfigError for a bad directory or checkpoint,
     EngineError for what cannot be served.
     """
     if (experts == "slots") != (num_slots is not None):
@@ -64,7 +66,14 @@ def load_model(
     weights = Weights(model, experts, device)
     _read_weights(plan, model, weights, progress)
     weights.finish(plan.missing)
-    return assemble(model, shape, weights, device=device, num_slots=num_slots)
+    return assemble(
+        model,
+        shape,
+        weights,
+        device=device,
+        num_slots=num_slots,
+        context_tokens=context_tokens or shape.window,
+    )
 
 
 def _read_weights(

@@ -124,7 +124,7 @@ def _secure(
 ) -> None:
     if keys is None:
         if not endpoint.startswith(("ipc://", "inproc://")):
-            raise ConfigError(f"{endpoint} leaves this machine unencrypted; give --wire-keys FILE")
+            raise ConfigError(f"{endpoint} would leave this machine unencrypted: CURVE keys needed")
         return
     if is_server:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
