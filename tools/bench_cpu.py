@@ -135,7 +135,7 @@ def print_result(
     names = list(figures[0].values)
     others = [name for name in names if name != OURS]
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in ["unit", *names, *(f"× {name}" for name in others)]:
         table.add_column(column, justify="right", no_wrap=True)
     for figure in figures:

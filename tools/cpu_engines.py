@@ -77,7 +77,9 @@ class TransformersEngine:
     def __init__(self, directory: Path, *, threads: int, implementations: Sequence[str]) -> None:
         import torch
         from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # bench_cpu has one
         torch.set_num_threads(threads)
         self.chosen: dict[str, str] = {}
         self._implementations = tuple(implementations)
