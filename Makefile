@@ -18,7 +18,7 @@ sys.exit(0 if v >= (3, 11) else "FreeToken needs Python 3.11 or newer; %s is %d.
 endef
 export CHECK_PYTHON
 
-.PHONY: setup serve test check clean python
+.PHONY: setup serve test test-oldest check clean python
 .NOTPARALLEL: # all share one environment
 
 setup: $(VENV)/.runtime

@@ -1,6 +1,6 @@
 """The `ft` command: picks the subcommand and turns its errors into one last line.
 
-Each subcommand is a module of freetoken/commands with `main(argv) -> exit code`, imported only
+Each subcommand is a module of freetoken/commands with `run(argv) -> exit code`, imported only
 when it is asked for, so that `ft --help` is quick and the api never loads what the worker needs.
 """
 
@@ -17,7 +17,7 @@ from typing import cast
 from freetoken.errors import ConfigError, EngineError, FreeTokenError
 from freetoken.nearest import suggest
 
-Main = Callable[[Sequence[str]], int]
+Run = Callable[[Sequence[str]], int]
 
 PROCESSES = ("api", "scheduler", "worker")
 
@@ -84,11 +84,11 @@ def describe() -> str:
     )
 
 
-def _load(command: str) -> Main:
+def _load(command: str) -> Run:
     if command in PROCESSES:
         process = importlib.import_module("freetoken.commands.process")
-        return cast(Main, partial(process.main, command))
-    return cast(Main, importlib.import_module(f"freetoken.commands.{command}").main)
+        return cast(Run, partial(process.run, command))
+    return cast(Run, importlib.import_module(f"freetoken.commands.{command}").run)
 
 
 def _fail(name: str, error: FreeTokenError, exit_code: int) -> int:

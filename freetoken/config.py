@@ -114,9 +114,6 @@ class Config(BaseModel):
     run_dir: Annotated[
         UserPath | None, Field(description="directory of the sockets; default: a private one")
     ] = None
-    wire_keys: Annotated[UserPath | None, Field(description="CURVE key file for tcp endpoints")] = (
-        None
-    )
     stall_timeout_s: Annotated[
         float,
         Field(

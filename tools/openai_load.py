@@ -125,6 +125,18 @@ class Server:
                 dropped.append(name)
         return dropped
 
+    async def get_text(self, path: str) -> str:
+        """The body of GET `path`."""
+        try:
+            response = await self._http.get(path)
+        except httpx.HTTPError as error:
+            raise BenchError(
+                f"{self.url} does not answer ({error!r}); is the server up?"
+            ) from error
+        if response.status_code != httpx.codes.OK:
+            raise BenchError(_explain(response))
+        return response.text
+
     async def count_prompt_tokens(self, prompt: str) -> int:
         """What the server counts for `prompt`, template included."""
         body = self._body(prompt, Ask(max_tokens=1)) | {"stream": False}

@@ -63,7 +63,7 @@ class App:
         if self._api_key is None or not exchange.path.startswith("/v1/"):
             return
         scheme, _, key = (exchange.header("authorization") or "").partition(" ")
-        is_right = hmac.compare_digest(key.strip().encode(), self._api_key.encode())
+        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
         if scheme.lower() != "bearer" or not is_right:
             raise ApiError(
                 401,

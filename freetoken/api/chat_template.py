@@ -32,7 +32,20 @@ RESERVED = frozenset(
 """Names that chat_template_kwargs may not set: the template's own inputs."""
 
 
+_TEMPLATE_FAULTS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What the expressions of a template raise when messages are not what they expect."""
+
+
 class ChatTemplate:
+    """One template of one checkpoint, compiled once."""
+
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self._source = source
         self._special_tokens = special_tokens
@@ -60,7 +73,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise invalid(f"the model's chat template refuses this: {error}", "messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except _TEMPLATE_FAULTS as error:
             kind = type(error).__name__
             raise invalid(
                 f"the model's chat template fails on these messages: {kind}: {error}", "messages"

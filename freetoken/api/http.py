@@ -75,10 +75,10 @@ class Exchange:
                 raise ClientGone
             part: bytes = message.get("body", b"")
             num_bytes += len(part)
+            self._is_read = not message.get("more_body", False)
             _check_size(num_bytes)
             parts.append(part)
-            if not message.get("more_body", False):
-                self._is_read = True
+            if self._is_read:
                 return b"".join(parts)
 
     async def read_json(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -30,9 +31,11 @@ from freetoken.errors import ConfigError
 from freetoken.wire.sockets import Endpoints
 
 TITLE = "freetoken-api"
-GRACE_S = 2.5
-END_S = 1.5
-"""After the grace: to write the error events and close."""
+GRACE_S = 2.0
+END_S = 1
+"""After the grace, whole seconds as uvicorn takes them: to write the error events and close."""
+
+LEAVING = "the server is shutting down"
 
 _log = log.get(__name__)
 
@@ -40,6 +43,7 @@ _log = log.get(__name__)
 def run(config: Config) -> int:
     """Serve until a signal. Raises EngineError for what ends the process."""
     log.setup(TITLE, config.log_level)
+    _adopt_uvicorn_logs()
     setproctitle.setproctitle(TITLE)
     sockets = bind_sockets(config.host, config.port)
     if config.model is None:
@@ -53,6 +57,14 @@ def run(config: Config) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.run(handle_signals=True))
     return 0
+
+
+def _adopt_uvicorn_logs() -> None:
+    """uvicorn's warnings and errors look like ours; its chatter is left out."""
+    theirs = logging.getLogger("uvicorn")
+    theirs.handlers[:] = logging.getLogger("freetoken").handlers
+    theirs.setLevel(logging.WARNING)
+    theirs.propagate = False
 
 
 class ApiServer:
@@ -88,7 +100,7 @@ class ApiServer:
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(END_S + 0.5),
+                timeout_graceful_shutdown=END_S,
             )
         )
         if handle_signals:
@@ -108,18 +120,18 @@ class ApiServer:
     def stop(self) -> None:
         """End gracefully; called again, end now."""
         if self._stopping is None:
+            _log.info(log.event("api.stop", open=self._engine.num_open, grace_s=GRACE_S))
+            self._engine.refuse(LEAVING)
             self._stopping = asyncio.get_running_loop().create_task(self._drain())
         else:
             self._server.force_exit = True
-            self._leave("stopped by a second signal")
+            self._leave(LEAVING)
 
     async def _drain(self) -> None:
-        _log.info(log.event("api.stop", open=self._engine.num_open, grace_s=GRACE_S))
-        self._engine.refuse("the server is shutting down")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await self._engine.wait_idle()
-        self._leave("the server is shutting down")
+        self._leave(LEAVING)
 
     def _leave(self, reason: str) -> None:
         self._engine.fail_all(reason)

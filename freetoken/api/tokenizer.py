@@ -173,8 +173,8 @@ def load_chat_template(model_dir: Path, special_tokens: dict[str, str]) -> ChatT
             path = model_dir / "chat_template.json"
             source = read_json(path).get("chat_template")
     if isinstance(source, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        source = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
     if source is None:
         _log.warning(log.event("chat_template.missing", model=model_dir.name))
         return None

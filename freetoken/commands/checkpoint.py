@@ -20,6 +20,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
+MODELOPT = "hf_quant_config.json"
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
@@ -75,14 +76,23 @@ def check_config(directory: Path) -> dict[str, Any]:
     config = _read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type")
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ConfigError(
-            f"{directory} is quantised (quant_method {method or 'not named'}), which FreeToken "
-            "cannot run; use the unquantised checkpoint (bfloat16, float16 or float32)"
-        )
+    _refuse_quantised(directory, config)
     return config
+
+
+def _refuse_quantised(directory: Path, config: dict[str, Any]) -> None:
+    """The worker refuses the same; here it costs no seconds and no download."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    found = [part.get("quantization_config") for part in parts]
+    if (directory / MODELOPT).exists():
+        found.append(_read_json(directory / MODELOPT).get("quantization"))
+    for entry in filter(None, found):
+        names = entry if isinstance(entry, dict) else {}
+        method = names.get("quant_method") or names.get("quant_algo") or "not named"
+        raise ConfigError(
+            f"{directory} is quantised (quant_method {method}), which FreeToken cannot run; use "
+            "the unquantised checkpoint (bfloat16, float16 or float32)"
+        )
 
 
 def check_tokenizer(directory: Path) -> None:

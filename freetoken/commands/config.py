@@ -11,7 +11,7 @@ DESCRIPTION = "Print every option, its value and what set it."
 MASK = "********"
 
 
-def main(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     parser = options.Parser("ft config", DESCRIPTION)
     options.add_options(parser)
     parser.add_argument(

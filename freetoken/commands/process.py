@@ -14,8 +14,8 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 
-from freetoken import options
-from freetoken.commands import checkpoint
+from freetoken import log, options
+from freetoken.commands import checkpoint, host
 from freetoken.commands.resolve import complete, resolve_model
 from freetoken.config import Config
 from freetoken.launcher import guard, rundir
@@ -27,7 +27,7 @@ DESCRIPTIONS = {
 }
 
 
-def main(room: str, argv: Sequence[str]) -> int:
+def run(room: str, argv: Sequence[str]) -> int:
     parser = options.Parser(
         f"ft {room}",
         f"{DESCRIPTIONS[room]} `ft serve` starts it; to run it as a service of its own, start "
@@ -43,7 +43,7 @@ def main(room: str, argv: Sequence[str]) -> int:
     guard.end_with_launcher(args.launcher_pid, leaves_files=room == "scheduler")
     assert config.run_dir is not None
     try:
-        return run(room, config, config.run_dir)
+        return start(room, config, config.run_dir)
     finally:
         if room == "scheduler" and guard.is_launcher_gone(args.launcher_pid):
             shutil.rmtree(config.run_dir, ignore_errors=True)  # what the launcher would have done
@@ -51,15 +51,18 @@ def main(room: str, argv: Sequence[str]) -> int:
 
 def run_alone(room: str, config: Config) -> int:
     """Without a launcher: find the model, prepare the run directory, run."""
+    if room == "api":
+        log.setup("freetoken-api", config.log_level)
+        host.warn_if_open(config)
     run_dir = rundir.prepare(config.run_dir or rundir.shared_dir())
     if room != "scheduler":  # it never looks at the model
         model = resolve_model(config.model)
         checkpoint.check(model.directory, config.dtype)
         config = complete(config, model)
-    return run(room, config.model_copy(update={"run_dir": run_dir}), run_dir)
+    return start(room, config.model_copy(update={"run_dir": run_dir}), run_dir)
 
 
-def run(room: str, config: Config, run_dir: Path) -> int:
+def start(room: str, config: Config, run_dir: Path) -> int:
     """The room's own entry point; a second scheduler in the directory would steal peers."""
     with contextlib.ExitStack() as stack:
         if room == "scheduler":

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from freetoken.commands import checkpoint
+from freetoken.commands.again import ft_command
 from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError
 
@@ -89,9 +91,26 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def _ensure_demo() -> Path:
-    from freetoken.demo.build import ensure_demo
-
-    return ensure_demo(report=lambda line: print(line, file=sys.stderr, flush=True))
+    """In a process of its own: building the demo loads torch, which a launcher does not want."""
+    done = subprocess.Popen(
+        ft_command("demo", "--print-path"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.stdout is not None
+    assert done.stderr is not None
+    last = ""
+    with done:
+        for line in done.stderr:  # its progress; the path comes at the end
+            print(line, end="", file=sys.stderr, flush=True)
+            last = line.strip() or last
+        path = done.stdout.read().strip()
+    if done.returncode != 0:
+        reason = last.removeprefix("ft: error: ") or f"exit code {done.returncode}"
+        raise ConfigError(f"no model is given and the demo cannot be built: {reason}")
+    return Path(path)
 
 
 def _download(name: str, patterns: list[str]) -> Path:

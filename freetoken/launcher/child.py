@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 KEPT_LINES = 40
 """Of a child's last output, to find its reason in."""
+MAX_READS = 16
+"""At a time, so that a child that writes without end does not keep us from the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,11 @@ class Child:
 
     def pump(self) -> bool:
         """Pass on what it wrote; False at the end of its output."""
-        while True:
+        for _ in range(MAX_READS):
             try:
                 data = os.read(self.output_fd, 65536)
             except BlockingIOError:
-                return True
+                break
             if not data:
                 if self._partial:
                     self._take(self._partial)
@@ -75,6 +77,7 @@ class Child:
             *lines, self._partial = (self._partial + data).split(b"\n")
             for line in lines:
                 self._take(line)
+        return True
 
     def _take(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")

@@ -16,7 +16,7 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """An answer of /health/ready. `model`: the first of /v1/models, once ready."""
+    """An answer of /health/ready; once ready, model and context are those of /v1/models."""
 
     is_ready: bool
     phase: Phase
@@ -39,7 +39,7 @@ class HealthPoller:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._busy_s = busy_s
         self._calm_s = calm_s
-        self._model = ""
+        self._model = ("", 0)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
@@ -59,10 +59,10 @@ class HealthPoller:
     def _ask(self) -> Health | None:
         try:
             status, body = self._get("/health/ready")
-            if status == 200 and not self._model:
+            if status == 200 and not self._model[0]:
                 _, models = self._get("/v1/models")
-                self._model = str(models["data"][0]["id"])
-            return read_health(status, body, self._model)
+                self._model = read_model(models)
+            return read_health(status, body, *self._model)
         except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
             return None
 
@@ -76,7 +76,13 @@ class HealthPoller:
             connection.close()
 
 
-def read_health(status: int, body: Any, model: str = "") -> Health:
+def read_model(body: Any) -> tuple[str, int]:
+    """Name and effective context of the first model of /v1/models; raises as `read_health`."""
+    first = body["data"][0]
+    return str(first["id"]), int(first["max_model_len"])
+
+
+def read_health(status: int, body: Any, model: str = "", context_tokens: int = 0) -> Health:
     """ValueError, LookupError or TypeError if `body` is no answer of ours."""
     return Health(
         is_ready=status == 200,
@@ -84,6 +90,6 @@ def read_health(status: int, body: Any, model: str = "") -> Health:
         detail=str(body.get("detail", "")),
         loaded_bytes=int(body.get("loaded_bytes", 0)),
         total_bytes=int(body.get("total_bytes", 0)),
-        context_tokens=int(body.get("context_tokens", 0)),
+        context_tokens=context_tokens,
         model=model,
     )

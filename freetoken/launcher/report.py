@@ -7,6 +7,7 @@ two do not mix.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class Report:
     def log_line(self, line: str) -> None:
         """A line of a process."""
         self._clear()
-        print(line, file=self._err, flush=True)
+        _write(self._err, line + "\n")
         self._redraw()
 
     def progress(self, health: Health) -> None:
@@ -86,15 +87,22 @@ class Report:
     def _print(self, text: str) -> None:
         self._clear()
         self._drawn = ""
-        print(text, file=self._out, flush=True)
+        _write(self._out, text + "\n")
 
     def _clear(self) -> None:
         if self._drawn:
-            print(CLEAR_LINE, end="", file=self._out, flush=True)
+            _write(self._out, CLEAR_LINE)
 
     def _redraw(self) -> None:
         if self._drawn:
-            print(CLEAR_LINE + self._drawn[:100], end="", file=self._out, flush=True)
+            _write(self._out, CLEAR_LINE + self._drawn[:100])
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """A reader that went away (`ft serve | head`, a closed terminal) does not end the server."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text)
+        stream.flush()
 
 
 def show_bytes(count: int) -> str:

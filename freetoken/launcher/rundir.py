@@ -61,6 +61,7 @@ def launcher_dir(configured: Path | None) -> Iterator[Path]:
 
 def prepare(path: Path) -> Path:
     """The directory for one process started by itself."""
+    path = path.absolute()
     Endpoints.in_directory(path)  # refuses a path too long for a socket
     return _make(path)
 

@@ -214,7 +214,13 @@ class Supervisor:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        old_handlers = {number: signal.signal(number, note) for number in SIGNALS}
+        # nohup(1) has SIGHUP ignored: it stays so
+        wanted = [
+            number
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ]
+        old_handlers = {number: signal.signal(number, note) for number in wanted}
         old_fd = signal.set_wakeup_fd(wake_end.fileno(), warn_on_full_buffer=False)
         try:
             yield

@@ -31,7 +31,8 @@ _log = log.get(__name__)
 
 
 class ApiSide:
-    """`peers` are the apis that said hello; one that cannot be reached has its requests aborted."""
+    """`peers` are the apis that said hello; one that cannot be reached has its requests aborted.
+    Answers wait in one queue until `flush`, so that the next plan goes out before them."""
 
     def __init__(self, router: Router, peers: PeerTable, scheduler: Scheduler, epoch: int) -> None:
         self._router = router
@@ -56,32 +57,32 @@ class ApiSide:
             case Submit() if peer is None:
                 text = "say hello first: the scheduler has restarted"
                 code = ErrorCode.ENGINE_UNAVAILABLE
-                self._send(identity, Failed(message.request_id, code, text, None, 1.0), now_s)
+                self._outbox.append((identity, Failed(message.request_id, code, text, None, 1.0)))
             case Submit():
-                self._send(identity, self._scheduler.submit(identity, message, now_s), now_s)
+                self._outbox.append((identity, self._scheduler.submit(identity, message, now_s)))
             case Abort() if peer is not None:
                 delta = self._scheduler.abort(identity, message.request_id, now_s)
                 if delta is not None:
-                    self._send(identity, Tokens((delta,), 0), now_s)
+                    self._outbox.append((identity, Tokens((delta,), 0)))
             case _:
                 self._scheduler.counters.stale_messages += 1
                 _log.warning(log.event("api.unexpected", message=type(message).__name__))
 
     def _welcome(self, identity: bytes, hello: Hello, now_s: float) -> None:
         if hello.protocol != PROTOCOL_VERSION or hello.role is not Role.API:
-            self._send(identity, refusal(hello, Role.API), now_s)
+            self._outbox.append((identity, refusal(hello, Role.API)))
             return
         known = self._peers.get(identity)
         if known is None:
-            self._peers.add(identity, hello, self._epoch)
+            self._peers.add(identity, hello, self._epoch, now_s)
             _log.info(log.event("api.connected", peer=hello.name, pid=hello.pid))
-        self._send(identity, Welcome(PROTOCOL_VERSION, os.getpid(), self._epoch), now_s)
+        self._outbox.append((identity, Welcome(PROTOCOL_VERSION, os.getpid(), self._epoch)))
         self.has_newcomers = True
 
     # ------------------------------------------------------------ out
 
     def post(self, outputs: Outputs) -> None:
-        """Queue what a step brought; `flush` sends it once the next plan is out."""
+        """Queue what a step brought, behind what was queued before."""
         for api, deltas in outputs.deltas.items():
             self._outbox.append((api, Tokens(tuple(deltas), outputs.step_us)))
         self._outbox.extend(outputs.failed)
@@ -90,6 +91,7 @@ class ApiSide:
         self._outbox.extend(failed)
 
     def flush(self, now_s: float) -> None:
+        """Send what is queued, in its order: a terminal message is a request's last."""
         outbox, self._outbox = self._outbox, []
         for identity, message in outbox:
             self._send(identity, message, now_s)

@@ -40,6 +40,7 @@ class Health:
         self._stall_timeout_s = stall_timeout_s
         self._next_probe_s = 0.0
         self._failure = ""  # why the last probe brought nothing
+        self._is_doubtful = False  # a step has failed since the last one that did not
         self.loading = Status(Phase.STARTING, "waiting for a worker")
         self.death: str | None = None
 
@@ -47,17 +48,20 @@ class Health:
         """A worker said hello."""
         self.death = None
         self._failure = ""
+        self._is_doubtful = False
         self._next_probe_s = 0.0
         self.loading = Status(Phase.STARTING, "the worker is starting")
 
     def lost(self, reason: str) -> None:
         self.death = reason
 
-    def step_failed(self, message: str) -> None:
-        self._failure = message
-
-    def step_done(self) -> None:
-        self._failure = ""
+    def note_step(self, error: str | None, was_probe: bool) -> None:
+        """A step is back. One that fails with a request says little; the probe must pass."""
+        self._is_doubtful = error is not None
+        if error is None:
+            self._failure = ""
+        elif was_probe:
+            self._failure = error
 
     def status(self, signs: Signs, now_s: float) -> Status:
         if self.death is not None:
@@ -68,10 +72,10 @@ class Health:
         if since_s is not None and now_s - since_s > self._stall_timeout_s:
             return Status(Phase.STALLED, f"a step is out for {now_s - since_s:.0f} s")
         if signs.last_token_s is None:
-            detail = f"first step failed: {self._failure}" if self._failure else "first token"
+            detail = f"probe failed: {self._failure}" if self._failure else "first token"
             return Status(Phase.CHECKING, detail)
         if self._failure:
-            return Status(Phase.STALLED, f"the last step failed: {self._failure}")
+            return Status(Phase.STALLED, f"probe failed: {self._failure}")
         return Status(Phase.READY, "")
 
     def must_probe(self, signs: Signs, now_s: float) -> bool:
@@ -79,7 +83,7 @@ class Health:
         if not signs.has_worker or signs.num_open or now_s < self._next_probe_s:
             return False
         last_s = signs.last_token_s
-        if last_s is not None and not self._failure and now_s - last_s < PROBE_AFTER_S:
+        if last_s is not None and not self._is_doubtful and now_s - last_s < PROBE_AFTER_S:
             return False
         self._next_probe_s = now_s + PROBE_RETRY_S
         return True

@@ -26,6 +26,7 @@ class Ledger:
         self.page_size = page_size
         self.num_rows = num_rows
         self.context_tokens = context_tokens
+        self.num_copies = 0  # page copies not done yet; each locks its source for a step
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size, self.pool)
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -92,6 +93,7 @@ class Ledger:
             request.cached_len += match.partial
             own = request.pages[match.num_pages]
             request.copy = PageCopy(source.pages[0], own, source)
+            self.num_copies += 1
         request.planned_len = request.cached_len
         request.settle_at = (match.num_pages + 1) * self.page_size
         self._limit(request)
@@ -146,6 +148,7 @@ class Ledger:
 
     def end_copy(self, copy: PageCopy) -> None:
         """The copy is done, or will never be: its source may be evicted again."""
+        self.num_copies -= 1
         self.tree.unlock(copy.lock)
 
     def _key(self, request: Request, end: int) -> bytearray:
@@ -180,3 +183,9 @@ class Ledger:
             ids.append(request.row_id)
         self.pool.check(held)
         assert sorted(ids) == list(range(self.num_rows)), "a row id is lost or used twice"
+
+    def check_idle(self) -> None:
+        """Assert that without rows every page is free or evictable, and every row id free."""
+        assert self.num_available == self.pool.num_pages, "pages leaked"
+        assert self.tree.num_evictable == self.tree.num_pages, "a lock leaked"
+        assert len(self._free_rows) == self.num_rows, "a row id leaked"

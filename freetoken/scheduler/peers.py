@@ -12,19 +12,21 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from freetoken.wire.beats import BeatServer, open_exit_fd
+from freetoken.wire.beats import LOST_S, BeatServer, open_exit_fd
 from freetoken.wire.messages import Failed, Hello
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """`owed`: terminal messages that its full queue refused, to be sent again."""
+    """`name` is the same in its hello and its heartbeats. `owed`: terminal messages that its full
+    queue refused, to be sent again."""
 
     identity: bytes
     name: str
     pid: int
     exit_fd: int | None
     epoch: int
+    hello_s: float
     owed: deque[Failed] = field(default_factory=deque)
 
     @property
@@ -51,11 +53,11 @@ class PeerTable:
     def all(self) -> list[Peer]:
         return list(self._by_identity.values())
 
-    def add(self, identity: bytes, hello: Hello, epoch: int) -> Peer:
+    def add(self, identity: bytes, hello: Hello, epoch: int, now_s: float) -> Peer:
         exit_fd = open_exit_fd(hello.pid)
         if exit_fd is not None:
             self._poller.register(exit_fd, zmq.POLLIN)
-        peer = Peer(identity, hello.name, hello.pid, exit_fd, epoch)
+        peer = Peer(identity, hello.name, hello.pid, exit_fd, epoch, now_s)
         self._by_identity[identity] = peer
         return peer
 
@@ -74,6 +76,11 @@ class PeerTable:
         for peer in self._by_identity.values():
             if peer.has_exited:
                 found.append((peer, f"process {peer.pid} has exited"))
-            elif self._beats.is_lost(peer.name, now_s):
+            elif self._is_silent(peer, now_s):
                 found.append((peer, f"process {peer.pid} is silent"))
         return found
+
+    def _is_silent(self, peer: Peer, now_s: float) -> bool:
+        if peer.exit_fd is None and self._beats.heard(peer.name) is None:
+            return now_s - peer.hello_s > LOST_S  # it may have died before its first beat
+        return self._beats.is_lost(peer.name, now_s)

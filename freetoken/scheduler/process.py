@@ -7,6 +7,7 @@ heartbeats and reads plain attributes only. Nothing here decides about requests 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import signal
@@ -14,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import setproctitle
 import zmq
@@ -42,11 +44,12 @@ _log = log.get(__name__)
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. ConfigError if a socket cannot be bound."""
-    setproctitle.setproctitle(NAME)
-    log.setup(NAME, config.log_level)
     if config.run_dir is None:
         raise ConfigError("the scheduler needs --run-dir, the directory of the sockets")
+    setproctitle.setproctitle(NAME)
+    log.setup(NAME, config.log_level)
     endpoints = Endpoints.in_directory(make_run_dir(config.run_dir))
+    held = claim(config.run_dir)
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     process = SchedulerProcess(
@@ -57,7 +60,22 @@ def run(config: Config) -> int:
     )
     with wake, woken, _signals_to(wake):
         process.serve()
+    os.close(held)
     return 0
+
+
+def claim(run_dir: Path) -> int:
+    """A descriptor that holds the run directory for this process: binding would take the sockets
+    of another scheduler away without a word."""
+    held = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(held)
+        raise ConfigError(
+            f"another scheduler is running in {run_dir}; stop it or choose another --run-dir"
+        ) from error
+    return held
 
 
 def _make_seed() -> int:
@@ -85,15 +103,22 @@ class SchedulerProcess:
     """The I/O loop; `stop_fd` turning readable ends it."""
 
     def __init__(
-        self, endpoints: Endpoints, scheduler: Scheduler, health: Health, stop_fd: int
+        self,
+        endpoints: Endpoints,
+        scheduler: Scheduler,
+        health: Health,
+        stop_fd: int,
+        report_s: float = REPORT_S,
     ) -> None:
         self.epoch = time.time_ns() // 1000
         self._endpoints = endpoints
         self._scheduler = scheduler
         self._health = health
         self._stop_fd = stop_fd
+        self._report_s = report_s
         self._status = Status(Phase.STARTING, "")
         self._reported_s = 0.0
+        self._ticked_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._poller.register(stop_fd, zmq.POLLIN)
@@ -110,6 +135,7 @@ class SchedulerProcess:
         ]
         for router in routers:
             self._poller.register(router.socket, zmq.POLLIN)
+        self._sockets = {router.socket for router in routers}
         self._beats = BeatServer(self._context, self._endpoints.beats, self._make_beat)
         apis, workers = (PeerTable(self._poller, self._beats) for _ in routers)
         self._apis = ApiSide(routers[0], apis, self._scheduler, self.epoch)
@@ -130,7 +156,7 @@ class SchedulerProcess:
 
     def _turn(self) -> bool:
         """One turn of the loop; False to stop."""
-        ready = dict(self._poller.poll(int(TICK_S * 1000)))
+        ready = dict(self._poller.poll(int(min(TICK_S, self._report_s) * 1000)))
         if self._stop_fd in ready:
             return False
         now_s = time.monotonic()
@@ -138,8 +164,11 @@ class SchedulerProcess:
         self._apis.receive(now_s)
         self._worker.send_plans(now_s)
         self._apis.flush(now_s)
-        self._worker.drop_gone(now_s)
-        self._apis.drop_gone(now_s)
+        if now_s - self._ticked_s >= TICK_S or not self._sockets.issuperset(ready):
+            self._ticked_s = now_s
+            self._worker.drop_gone(now_s)
+            self._apis.drop_gone(now_s)
+            self._apis.flush(now_s)
         self._report(now_s)
         return True
 
@@ -157,6 +186,7 @@ class SchedulerProcess:
         second."""
         self._worker.note_progress(self._beats)
         if self._health.must_probe(self._signs(), now_s):
+            self._scheduler.check_idle()
             self._scheduler.probe(now_s)
             self._worker.send_plans(now_s)
         status = self._health.status(self._signs(), now_s)
@@ -164,7 +194,7 @@ class SchedulerProcess:
         if changed:
             _log.info(log.event("phase", phase=status.phase, detail=status.detail))
         self._status = status
-        if changed or now_s - self._reported_s >= REPORT_S or self._apis.has_newcomers:
+        if changed or now_s - self._reported_s >= self._report_s or self._apis.has_newcomers:
             self._reported_s = now_s
             self._apis.tell_state(self._engine_state())
 

@@ -26,11 +26,13 @@ _log = log.get(__name__)
 
 @dataclass(slots=True)
 class Outputs:
-    """What goes to the apis after a step: deltas by api, and failures."""
+    """What came of a step: deltas by api, failures, and why it failed if it did."""
 
     deltas: dict[bytes, list[TokenDelta]] = field(default_factory=dict)
     failed: list[tuple[bytes, Failed]] = field(default_factory=list)
     step_us: int = 0
+    error: str | None = None
+    probe_failed: bool = False
 
 
 class ResultRows:

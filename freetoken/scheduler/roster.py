@@ -34,6 +34,7 @@ class Roster:
         self.forget_rows: list[int] = []
         self.done_step = -1  # the last step whose result or failure is known
         self._counters = counters
+        self._blocked: tuple[Request, int] | None = None
 
     @property
     def num_running(self) -> int:
@@ -46,8 +47,10 @@ class Roster:
     # ------------------------------------------------------------ admission
 
     def admit(self) -> None:
-        """Seat waiting requests, oldest first, while they fit."""
+        """Seat waiting requests, oldest first, while they fit. Nobody overtakes the oldest."""
         while self.ledger.num_free_rows and (head := self.queue.head()) is not None:
+            if self._is_still_blocked(head):
+                return
             match = self.ledger.match(head)
             leader = self._leader(head, match)
             if leader is not None:
@@ -66,6 +69,7 @@ class Roster:
         assert not isinstance(verdict, Never), "submit accepted what can never fit"
         if isinstance(verdict, Later):
             assert verdict.resource is Resource.PAGES
+            self._blocked = (head, self.ledger.num_available)
             return False
         self.queue.pop()
         head.state = State.EXTENDING
@@ -74,6 +78,13 @@ class Roster:
         self.extending.append(head)
         self.computing.append(head)
         return True
+
+    def _is_still_blocked(self, head: Request) -> bool:
+        """True if `head` did not fit and no page has come back since: do not match it again."""
+        if self._blocked is None or not self.num_running:
+            return False
+        blocked, num_available = self._blocked
+        return blocked is head and self.ledger.num_available <= num_available
 
     def _leader(self, request: Request, match: Match) -> Request | None:
         """A row that is computing at least one whole page that `request` could share beyond what
@@ -125,10 +136,10 @@ class Roster:
     def make_room(self, request: Request) -> bool:
         """One more page for a decoding row; preempts the youngest if need be.
 
-        False: not in this step, because pages are on their way back or it was the youngest.
+        False: not in this step, because pages come back with a result or it was the youngest.
         """
         while not self.ledger.add_page(request):
-            if self.leaving:
+            if self.leaving or self.ledger.num_copies:
                 return False
             youngest = max(self.running(), key=lambda row: row.order)
             assert self.num_running > 1, "a row alone does not fit"

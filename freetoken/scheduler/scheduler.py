@@ -110,9 +110,15 @@ class Scheduler:
         return values
 
     def check(self) -> None:
-        """Assert the accounting of pages and rows."""
+        """Assert the accounting of every page and row: for tests, it takes time."""
         if self._engine is not None:
             self._engine.roster.check()
+
+    def check_idle(self) -> None:
+        """Assert that nothing is lost, if nothing is open or in flight: cheap."""
+        engine = self._engine
+        if engine is not None and not engine.requests and not self._steps:
+            engine.roster.ledger.check_idle()
 
     # ------------------------------------------------------------ the worker
 
@@ -239,7 +245,7 @@ class Scheduler:
             return None
         step = self._steps.popleft()
         self.counters.steps_failed += 1
-        outputs = Outputs()
+        outputs = Outputs(error=message)
         for request in step.requests():
             if request.is_void:
                 continue
@@ -247,6 +253,8 @@ class Scheduler:
             failed = engine.requests.fail(request, error, now_s)
             if failed is not None and request.api is not None:
                 outputs.failed.append((request.api, failed))
+            else:
+                outputs.probe_failed = True
         self._close_step(engine, step)
         return outputs
 

@@ -49,7 +49,6 @@ class WorkerSide:
         self._apis = apis
         self._epoch = epoch
         self._worker: Peer | None = None
-        self._last_words: str | None = None  # of a WorkerFailed(process)
         self._result_s = 0.0
 
     @property
@@ -78,18 +77,15 @@ class WorkerSide:
             case StepResult():
                 self._result_s = now_s
                 outputs = self._scheduler.apply(message, now_s)
-                self._health.step_done()
                 self._post(outputs, message.step_id)
             case WorkerReady():
                 self._ready(message, now_s)
             case WorkerFailed(scope=FailureScope.STEP):
                 self._result_s = now_s
                 _log.error(log.event("step.failed", step=message.step_id, why=message.message))
-                self._health.step_failed(message.message)
                 outputs = self._scheduler.fail_step(message.step_id, message.message, now_s)
                 self._post(outputs, message.step_id)
             case WorkerFailed():
-                self._last_words = message.message
                 self._lose(message.message, now_s)
             case _:
                 self._scheduler.counters.stale_messages += 1
@@ -101,6 +97,7 @@ class WorkerSide:
             _log.warning(log.event("worker.wrong_step", step=step_id))
         else:
             self._apis.post(outputs)
+            self._health.note_step(outputs.error, outputs.probe_failed)
 
     def _welcome(self, identity: bytes, hello: Hello, now_s: float) -> None:
         if hello.protocol != PROTOCOL_VERSION or hello.role is not Role.WORKER:
@@ -114,8 +111,7 @@ class WorkerSide:
         if old is not None:
             self._lose(f"worker {old.name} began anew", now_s)
         self._epoch += 1
-        self._worker = self._peers.add(identity, hello, self._epoch)
-        self._last_words = None
+        self._worker = self._peers.add(identity, hello, self._epoch, now_s)
         self._health.connected()
         self._router.send(identity, Welcome(PROTOCOL_VERSION, os.getpid(), self._epoch))
         _log.info(log.event("worker.connected", peer=hello.name, pid=hello.pid, epoch=self._epoch))
@@ -151,22 +147,23 @@ class WorkerSide:
         worker = self._worker
         while worker is not None and (plan := self._scheduler.plan(now_s)) is not None:
             if not self._router.send(worker.identity, plan):
-                self._lose(f"worker {worker.name} cannot be reached", now_s)
+                self._give_up(worker, "cannot be reached", now_s)
                 return
 
     def drop_gone(self, now_s: float) -> None:
         for peer, reason in self._peers.gone(now_s):
-            if peer is self._worker:
-                self._lose(f"worker {peer.name}: {reason}", now_s)
-            else:
-                self._peers.remove(peer)
+            self._give_up(peer, reason, now_s)
+
+    def _give_up(self, worker: Peer, reason: str, now_s: float) -> None:
+        """Should it come to life again, it must end: its pages are forgotten."""
+        self._router.send(worker.identity, Shutdown(reason))
+        self._lose(f"worker {worker.name}: {reason}", now_s)
 
     def _lose(self, reason: str, now_s: float) -> None:
         worker = self._worker
-        assert worker is not None
+        assert worker is not None, "a worker is lost only once"
         self._worker = None
         self._peers.remove(worker)
-        reason = self._last_words or reason
         _log.error(log.event("worker.lost", peer=worker.name, why=reason))
         self._health.lost(reason)
         self._apis.post_failed(self._scheduler.detach(reason, now_s))

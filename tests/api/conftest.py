@@ -1,4 +1,7 @@
-"""One tiny model for the session; a fresh scheduler and api for each test."""
+"""One tiny model for the session, one scheduler and api for each module.
+
+After every test the accounts must be back at their baseline: no sequence open, each submit ended.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from freetoken.api.tokenizer import Tokenizer
 from tests.api.fake_scheduler import FakeScheduler
 from tests.api.running import RunningApi
 from tests.api.tiny_model import write_model
@@ -20,6 +24,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny-model")
 
 
+@pytest.fixture(scope="session")
+def tokenizer(model_dir: Path) -> Tokenizer:
+    return Tokenizer.load(model_dir)
+
+
 @pytest.fixture
 def run_dir() -> Iterator[Path]:
     """Short: the path of a socket holds 107 bytes."""
@@ -27,19 +36,29 @@ def run_dir() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.fixture
-def fake(run_dir: Path) -> Iterator[FakeScheduler]:
-    scheduler = FakeScheduler(run_dir)
-    yield scheduler
-    scheduler.stop()
+@pytest.fixture(scope="module")
+def served(model_dir: Path) -> Iterator[tuple[FakeScheduler, RunningApi]]:
+    with tempfile.TemporaryDirectory(prefix="ft") as path:
+        scheduler = FakeScheduler(Path(path))
+        running = RunningApi(model_dir, Path(path))
+        running.wait_ready()
+        yield scheduler, running
+        running.stop()
+        scheduler.stop()
 
 
 @pytest.fixture
-def api(fake: FakeScheduler, model_dir: Path, run_dir: Path) -> Iterator[RunningApi]:
-    running = RunningApi(model_dir, run_dir)
+def fake(served: tuple[FakeScheduler, RunningApi]) -> Iterator[FakeScheduler]:
+    scheduler, running = served
+    scheduler.reset()
     running.wait_ready()
-    yield running
-    running.stop()
+    yield scheduler
+    running.wait_idle()
+
+
+@pytest.fixture
+def api(served: tuple[FakeScheduler, RunningApi], fake: FakeScheduler) -> RunningApi:
+    return served[1]
 
 
 @pytest.fixture
@@ -49,13 +68,5 @@ def client(api: RunningApi) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-def http(api: RunningApi) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=api.url, timeout=20) as http:
-        yield http
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_dir: Path) -> object:
-    from freetoken.api.tokenizer import Tokenizer
-
-    return Tokenizer.load(model_dir)
+def http(api: RunningApi) -> httpx.Client:
+    return api.http

@@ -111,6 +111,15 @@ class FakeScheduler:
         self._beats.start()
         self._thread.start()
 
+    def reset(self) -> None:
+        """As new, for the next test."""
+        with self._changed:
+            self.reply = accept_only
+            self.submits.clear()
+            self.aborts.clear()
+        if self.state != ready():
+            self.set_state(ready())
+
     def stop(self) -> None:
         if self._thread.is_alive():
             self._outbox.send(b"stop")

@@ -36,15 +36,23 @@ class RunningApi:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        httpx.get(f"{self.url}/health/live").raise_for_status()
+        # Loading certificates, which plain http does not need, would be the slowest part of a test.
+        self.http = httpx.Client(base_url=self.url, verify=False, timeout=20)
+        self.http.get("/health/live").raise_for_status()
 
     def wait_ready(self, status: int = 200, deadline_s: float = 10) -> httpx.Response:
         end_s = time.monotonic() + deadline_s
         while True:
-            response = httpx.get(f"{self.url}/health/ready")
+            response = self.http.get("/health/ready")
             if response.status_code == status:
                 return response
             assert time.monotonic() < end_s, response.text
+
+    def wait_idle(self, deadline_s: float = 10) -> None:
+        """Until no sequence is open at the engine."""
+        end_s = time.monotonic() + deadline_s
+        while "\nfreetoken_open_sequences 0.0\n" not in self.http.get("/metrics").text:
+            assert time.monotonic() < end_s, "sequences are still open"
 
     def client(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=20)
@@ -59,6 +67,7 @@ class RunningApi:
         self.join()
 
     def join(self) -> None:
+        self.http.close()
         self._thread.join(timeout=10)
         assert not self._thread.is_alive(), "the api did not end"
 

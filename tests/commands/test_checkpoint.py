@@ -93,6 +93,11 @@ ENTRY = {"dtype": "F99", "shape": [1], "data_offsets": [0, 2]}
         (write("config.json", "{}"), "config.json names no model_type"),
         (write_bytes("config.json", b"\xff"), "config.json is not UTF-8"),
         (quantise({"quant_method": "awq"}), "quantised (quant_method awq)"),
+        (write("hf_quant_config.json", '{"quantization": {"quant_algo": "FP8"}}'), "method FP8"),
+        (
+            write("config.json", '{"model_type": "x", "text": {"quantization_config": {"a": 1}}}'),
+            "quantised (quant_method not named)",
+        ),
         (quantise({"bits": 4}), "quantised (quant_method not named)"),
         (remove("model-2.safetensors"), "model-2.safetensors is missing (2 weight files"),
         (remove("model.safetensors.index.json"), "holds no weights (model.safetensors or"),

@@ -21,7 +21,7 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             answer: dict[str, object] = {"data": [{"id": "fake", "max_model_len": 64}]}
         else:
-            answer = {"phase": "ready", "detail": "", "context_tokens": 64, "pid": os.getpid()}
+            answer = {"phase": "ready", "detail": ""}
         body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from freetoken.launcher.child import explain_exit
-from freetoken.launcher.health import Health, read_health
+from freetoken.launcher.health import Health, read_health, read_model
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report, base_url, curl_line, describe_server, show_bytes
 from freetoken.wire.messages import Phase
@@ -127,9 +127,13 @@ def test_health_is_read_strictly_enough_to_know_our_own_answers() -> None:
     assert read_health(503, body) == Health(
         is_ready=False, phase=Phase.LOADING, detail="x", loaded_bytes=1, total_bytes=2
     )
-    for wrong in ({"phase": "?"}, {}, [], None, "x", {"phase": "ready", "context_tokens": None}):
+    for wrong in ({"phase": "?"}, {}, [], None, "x", {"phase": "ready", "loaded_bytes": None}):
         with pytest.raises((ValueError, LookupError, TypeError)):
             read_health(200, wrong)
+
+
+def test_name_and_context_are_those_of_the_first_model() -> None:
+    assert read_model({"data": [{"id": "a", "max_model_len": 7}, {"id": "b"}]}) == ("a", 7)
 
 
 def test_without_a_service_manager_nothing_is_sent_and_nothing_fails() -> None:
@@ -153,3 +157,11 @@ def test_the_watchdog_is_heeded_only_if_it_is_ours(
     environ: dict[str, str], seconds: float | None
 ) -> None:
     assert Notifier(environ).watchdog_s == seconds
+
+
+def test_a_reader_that_went_away_does_not_end_the_server() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    show_start(Closed())

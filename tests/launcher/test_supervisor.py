@@ -155,7 +155,26 @@ def test_the_service_manager_is_told_of_readiness_and_stopping(
 
 
 def test_a_second_server_in_the_same_run_directory_is_refused(start: Start) -> None:
-    with start() as server, start() as second:
+    with start() as server:
         pids_of(server)
-        assert second.wait(10) != 0
+        second = start()
+        with second:
+            assert second.wait(10) != 0
         assert f"in use by another server (pid {server.process.pid})" in second.output
+
+
+def test_a_hang_up_ends_the_server_unless_it_was_told_to_ignore_it(start: Start) -> None:
+    with start() as server:
+        pids_of(server)
+        server.process.send_signal(signal.SIGHUP)
+        assert server.wait(5) == 0
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = start()
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with server:
+        pids_of(server)
+        server.process.send_signal(signal.SIGHUP)
+        kill(pid_of(server, "worker"))
+        assert server.wait(8) == 1, "it went on and ended for another reason"

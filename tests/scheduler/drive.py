@@ -40,15 +40,14 @@ class Driver:
         self.now_s = 0.0
         seeds = count(1)
         self.scheduler = Scheduler(*max_queued, lambda: next(seeds))
-        self.model = FakeModel(
-            script.num_pages, script.page_size, script.max_rows, script.vocab_size
-        )
+        self.model = self._make_model()
         self.scheduler.attach(make_ready(script))
         self.plans: list[StepPlan] = []
         self.in_flight: deque[StepResult] = deque()
         self.deltas: dict[str, list[TokenDelta]] = {}
         self.failed: dict[str, Failed] = {}
         self.accepted: dict[str, Accepted] = {}
+        self.sampling_of: dict[str, Sampling] = {}
 
     def submit(
         self,
@@ -67,6 +66,7 @@ class Driver:
         if isinstance(answer, Accepted):
             self.accepted[request_id] = answer
             self.deltas[request_id] = []
+            self.sampling_of[request_id] = message.sampling
         else:
             self.failed[request_id] = answer
         self.scheduler.check()
@@ -97,6 +97,21 @@ class Driver:
         self.now_s += 0.001
         step_id = self.in_flight.popleft().step_id
         self._take(self.scheduler.fail_step(step_id, "out of memory", self.now_s))
+
+    def lose_worker(self) -> list[tuple[bytes, Failed]]:
+        """The worker dies and another takes its place."""
+        failed = self.scheduler.detach("it died", self.now_s)
+        self.in_flight.clear()
+        for _, message in failed:
+            assert not self.is_done(message.request_id)
+            self.failed[message.request_id] = message
+        self.model = self._make_model()
+        self.scheduler.attach(make_ready(self.script))
+        return failed
+
+    def _make_model(self) -> FakeModel:
+        s = self.script
+        return FakeModel(s.num_pages, s.page_size, s.max_rows, s.vocab_size)
 
     def step(self) -> bool:
         """Plan up to two steps ahead and take one result; False when all is done."""

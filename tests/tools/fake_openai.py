@@ -17,7 +17,10 @@ import httpx
 
 @dataclass
 class FakeServer(httpx.AsyncBaseTransport):
-    """`tokenize` gives the number of tokens of a text; `unknown` are fields that it refuses."""
+    """`tokenize` gives the number of tokens of a text; `unknown` are fields that it refuses.
+
+    `worker_share` of the time is counted as step time in /metrics.
+    """
 
     prefill_s: float = 0.001
     step_s: float = 0.010
@@ -35,6 +38,9 @@ class FakeServer(httpx.AsyncBaseTransport):
     bodies: list[dict[str, Any]] = field(default_factory=list)
     api_keys: set[str | None] = field(default_factory=set)
     decoding: int = 0
+    worker_share: float = 0.8
+    steps: int = 0
+    step_us: float = 0.0
 
     def clock(self) -> float:
         return self.now_s
@@ -48,6 +54,8 @@ class FakeServer(httpx.AsyncBaseTransport):
         if request.url.path == "/v1/models":
             model = {"id": "fake", "max_model_len": self.max_model_len}
             return httpx.Response(200, json={"data": [model]}, request=request)
+        if request.url.path == "/metrics":
+            return httpx.Response(200, text=self._metrics(), request=request)
         body = json.loads(await request.aread())
         self.bodies.append(body)
         refused = [name for name in self.unknown if name in body]
@@ -59,12 +67,28 @@ class FakeServer(httpx.AsyncBaseTransport):
             error = {"error": {"message": message}}
             return httpx.Response(status, json=error, request=request)
         prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+        length = self.tokenize(prompt)
         cached = max((self.tokenize(old) for old in self.seen if prompt.startswith(old)), default=0)
+        cached = min(cached, length - 1)  # the last token is always computed
         self.seen.append(prompt)
-        usage = self._usage(self.tokenize(prompt), body["max_tokens"], cached)
+        usage = self._usage(length, body["max_tokens"], cached)
         if not body["stream"]:
             return httpx.Response(200, json={"usage": usage}, request=request)
         return httpx.Response(200, stream=_Stream(self._events(body, usage, cached)))
+
+    def _metrics(self) -> str:
+        return (
+            "# HELP freetoken_engine_steps Total of the engine\n"
+            f"freetoken_engine_steps_total {float(self.steps)}\n"
+            "freetoken_engine_steps_pass_total 0.0\n"
+            f"freetoken_engine_step_us_total {self.step_us}\n"
+        )
+
+    def _step(self, seconds: float) -> None:
+        """Time goes by; `worker_share` of it in the worker."""
+        self.now_s += seconds
+        self.steps += 1
+        self.step_us += seconds * 1e6 * self.worker_share
 
     def _usage(self, prompt: int, completion: int, cached: int) -> dict[str, Any]:
         usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
@@ -78,13 +102,13 @@ class FakeServer(httpx.AsyncBaseTransport):
         is_chat = "messages" in body
         if is_chat:
             yield _event(choices=[{"delta": {"role": "assistant", "content": ""}}])
-        self.now_s += self.prefill_s * (usage["prompt_tokens"] - cached)
+        self._step(self.prefill_s * (usage["prompt_tokens"] - cached))
         self.decoding += 1
         for index in range(body["max_tokens"]):
             if self.break_off and index:
                 raise httpx.ReadError("connection reset")
             if index:
-                self.now_s += self.step_s / self.decoding  # all streams share one step
+                self._step(self.step_s / self.decoding)  # all streams share one step
                 await asyncio.sleep(0)
             text = "" if self.silent_token else "x"
             yield _event(choices=[{"delta": {"content": text}} if is_chat else {"text": text}])
