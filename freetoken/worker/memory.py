@@ -48,6 +48,7 @@ class ModelSizes:
     dense_bytes: int  # all other weights
     max_gathered_keys: int  # of decode rows, in one layer at a time
     max_scores: int  # attention scores that exist at a time, 0 if they never do
+    library_bytes: int  # what the libraries underneath keep for themselves
 
     @property
     def num_all_experts(self) -> int:
@@ -246,6 +247,7 @@ def _price_fixed(sizes: ModelSizes, request: Request) -> dict[str, int]:
     prices = {
         "weights": sizes.dense_bytes,
         "experts": sizes.num_all_experts * sizes.expert_bytes,
+        "libraries": sizes.library_bytes,
     }
     if request.has_slots:
         # A step or pass that needs more than the slots hold gets one layer's experts at a time.

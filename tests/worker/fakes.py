@@ -130,6 +130,7 @@ def fake_sizes(**changes: int) -> ModelSizes:
         "dense_bytes": 8,
         "max_gathered_keys": 0,
         "max_scores": 0,
+        "library_bytes": 0,
     }
     return ModelSizes(**(values | changes))
 

@@ -36,6 +36,7 @@ QWEN_30B = ModelSizes(
     dense_bytes=3 * GIB,
     max_gathered_keys=1000,
     max_scores=0,
+    library_bytes=0,
 )
 SMALL = dataclasses.replace(
     QWEN_30B,
