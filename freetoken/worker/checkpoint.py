@@ -14,7 +14,7 @@ from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
 from freetoken.model.step import MAX_GATHERED_KEYS
 from freetoken.worker.kv import allocate_pools
-from freetoken.worker.memory import ModelSizes
+from freetoken.worker.sizes import ModelSizes
 from freetoken.worker.startup import ExpertsMode, ReportBytes
 
 CPU_LIBRARY_BYTES = 512 << 20

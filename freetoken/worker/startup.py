@@ -30,8 +30,9 @@ from freetoken.wire.messages import (
 )
 from freetoken.worker.budget import release_free_memory
 from freetoken.worker.link import Progress
-from freetoken.worker.memory import MemoryPlan, ModelSizes, Request, plan_memory
+from freetoken.worker.memory import MemoryPlan, plan_memory
 from freetoken.worker.runner import Limits, Model, Runner
+from freetoken.worker.sizes import ModelSizes, Request
 from freetoken.worker.threshold import on_demand_tokens
 
 WINDOWS_IN_POOL = 4

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from freetoken.model.context import KvPools, StepContext
-from freetoken.worker.memory import ModelSizes
+from freetoken.worker.sizes import ModelSizes
 from freetoken.worker.startup import ReportBytes
 
 VOCAB_SIZE = 97

@@ -9,13 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken.errors import ConfigError
-from freetoken.worker.memory import (
-    DEFAULT_CONTEXT_TOKENS,
-    ModelSizes,
-    Request,
-    ShortfallError,
-    plan_memory,
-)
+from freetoken.worker.memory import DEFAULT_CONTEXT_TOKENS, ShortfallError, plan_memory
+from freetoken.worker.sizes import ModelSizes, Request
 
 MIB = 1 << 20
 GIB = 1 << 30
