@@ -164,6 +164,7 @@ class Roster:
             self.leaving.append(request)
         assert request.state is State.LEAVING
         request.requeues = requeues
+        request.is_void = not requeues
         request.keeps = request.keeps and keeps
         if request in self.computing and not requeues:
             self.computed_all(request)

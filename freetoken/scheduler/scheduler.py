@@ -230,6 +230,7 @@ class Scheduler:
             engine.limits = replace(engine.limits, max_on_demand_tokens=threshold)
         rows = ResultRows(engine.roster, engine.requests, self.counters, result, now_s)
         rows.deal(step)
+        self.counters.output_tokens += sum(map(len, rows.outputs.deltas.values()))
         self._close_step(engine, step)
         if step.sampled_rows:
             self.last_token_s = now_s
