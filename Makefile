@@ -29,15 +29,6 @@ serve: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
-# The model tests with the oldest transformers that pyproject.toml allows.
-test-oldest: $(VENV)-oldest/.dev
-	$(VENV)-oldest/bin/python -m pytest tests/model $(ARGS)
-
-$(VENV)-oldest/.dev: $(VENV)/.dev
-	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]' 'transformers==5.17.*'
-	@touch $@
-
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -66,4 +57,4 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -40,7 +40,8 @@ class ModelShape:
     kv: per attention layer, index i is layer_idx i · window: max_position_embeddings, tokens ·
     expert_bytes: one expert's row in the bank · dense_bytes: every other weight and buffer, tied
     ones once · query_width: elements of one token's queries in the widest layer · linear_width:
-    outputs of the widest linear layer but the head · tied_head_bytes: the output layer's weight
+    outputs of the widest linear layer but the head · has_scores: a layer has softcap or sinks, so
+    that its scores exist as a tensor · tied_head_bytes: the output layer's weight
     where it is tied to the embedding, of which a second, packed copy is made on the CPU; else 0.
     """
 
@@ -58,6 +59,7 @@ class ModelShape:
     dense_bytes: int
     query_width: int
     linear_width: int
+    has_scores: bool
     tied_head_bytes: int
     dtype: torch.dtype
 
@@ -74,6 +76,7 @@ class _Recorder:
         self.kv: dict[int, KvShape] = {}
         self.top_k = 0
         self.query_width = 0
+        self.has_scores = False
 
     def attend(
         self,
@@ -86,6 +89,7 @@ class _Recorder:
     ) -> torch.Tensor:
         """A LayerAttention."""
         self.query_width = max(self.query_width, query.shape[1] * query.shape[3])
+        self.has_scores |= not scores.is_plain
         self.kv[layer] = KvShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -134,6 +138,7 @@ def measure_shape(model: PreTrainedModel) -> ModelShape:
         dense_bytes=_dense_bytes(model),
         query_width=recorder.query_width,
         linear_width=_linear_width(model),
+        has_scores=recorder.has_scores,
         tied_head_bytes=_tied_head_bytes(model),
         dtype=model.dtype,
     )

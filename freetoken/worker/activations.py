@@ -21,6 +21,9 @@ KV_COPIES = 2  # before and after norm and rope
 FFN_COPIES = 3  # gate, up, their product
 ROUTER_COPIES = 4  # logits, probabilities, their order
 LOGIT_COPIES = 10  # raw, edited, scaled, weights, running sums in float64, sorted values and ids
+SCORE_COPIES = 4  # before and after softcap, with the sink, probabilities
+BIAS_MASKS = 3  # bool per query and key: causal, window, their negation
+INDEX_BYTES = 32  # slots, positions, masks and bias of one gathered key
 COUNT_BYTES = 5  # int32 count and bool per vocabulary entry of a row with penalties
 
 
@@ -34,7 +37,7 @@ class StepSizes:
 
 
 def price_activations(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
-    """Bytes by name: `activations`, `sampling`, and `pass` if there is one."""
+    """Bytes by name: `activations`, `decode_gather`, `sampling`, and `scores`, `pass` if needed."""
     expert_width = FFN_COPIES * sizes.expert_width + 2 * sizes.hidden_size
     widths = (
         RESIDUAL_COPIES * sizes.hidden_size
@@ -45,8 +48,11 @@ def price_activations(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
     )
     prices = {
         "activations": step.num_tokens * widths * FLOAT_BYTES,
+        "decode_gather": sizes.max_gathered_keys * (_price_key(sizes) + INDEX_BYTES),
         "sampling": step.num_rows * sizes.vocab_size * (LOGIT_COPIES * FLOAT_BYTES + COUNT_BYTES),
     }
+    if sizes.max_scores:
+        prices["scores"] = sizes.max_scores * SCORE_COPIES * FLOAT_BYTES
     if step.num_pass_tokens:
         ids_and_positions = 3 * 8
         residuals = 2 * sizes.hidden_size * sizes.element_bytes
@@ -54,6 +60,13 @@ def price_activations(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
     return prices
 
 
-def price_bias(sizes: ModelSizes, num_tokens: int) -> int:
-    """Bytes per key of the bias of an extend of `num_tokens`, with the masks it is made from."""
-    return num_tokens * (sizes.element_bytes + 2)
+def price_reach(sizes: ModelSizes, num_tokens: int) -> int:
+    """Bytes per token that a row reaches back: its k/v gathered in one layer, and the bias of an
+    extend of `num_tokens` with the masks it is made from."""
+    return _price_key(sizes) + num_tokens * (sizes.element_bytes + BIAS_MASKS)
+
+
+def _price_key(sizes: ModelSizes) -> int:
+    """Bytes of the k/v of one token gathered in one layer; in float32 too where scores exist."""
+    copies = sizes.element_bytes + (FLOAT_BYTES if sizes.max_scores else 0)
+    return max(sizes.kv_widths) * copies

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
+from freetoken.model.attention import MAX_SCORES
 from freetoken.model.context import KvPools
 from freetoken.model.load import load_model, read_shape
 from freetoken.model.selfcheck import check_model
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
+from freetoken.model.step import MAX_GATHERED_KEYS
 from freetoken.worker.kv import allocate_pools
 from freetoken.worker.memory import ModelSizes
 from freetoken.worker.startup import ExpertsMode, ReportBytes
@@ -70,4 +72,6 @@ def sizes_of(shape: ModelShape) -> ModelSizes:
         top_k=shape.top_k,
         expert_bytes=shape.expert_bytes,
         dense_bytes=shape.dense_bytes + shape.tied_head_bytes,
+        max_gathered_keys=MAX_GATHERED_KEYS,
+        max_scores=MAX_SCORES if shape.has_scores else 0,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from freetoken.errors import ConfigError
-from freetoken.worker.activations import StepSizes, price_activations, price_bias
+from freetoken.worker.activations import StepSizes, price_activations, price_reach
 
 MIB = 1 << 20
 DEFAULT_CONTEXT_TOKENS = 32768
@@ -46,6 +46,8 @@ class ModelSizes:
     top_k: int
     expert_bytes: int  # one expert of one layer
     dense_bytes: int  # all other weights
+    max_gathered_keys: int  # of decode rows, in one layer at a time
+    max_scores: int  # attention scores that exist at a time, 0 if they never do
 
     @property
     def num_all_experts(self) -> int:
@@ -141,14 +143,12 @@ def plan_memory(sizes: ModelSizes, request: Request, budget_bytes: int) -> Memor
 
 
 class _Pages:
-    """The price of pages: their k/v, what attention gathers of them in one layer at a time (decode
-    rows as batches padded by at most a factor of two), and, up to the window, the bias of extends.
-    """
+    """The price of pages: their k/v, and what attention needs for a row that reaches this far: its
+    k/v gathered in one layer at a time, and the bias of an extend."""
 
     def __init__(self, sizes: ModelSizes, request: Request, window: int) -> None:
         self.page_bytes = sizes.kv_token_bytes() * request.page_size
-        self._gather_bytes = 2 * max(sizes.kv_widths) * sizes.element_bytes * request.page_size
-        self._bias_bytes = price_bias(sizes, request.max_step_tokens) * request.page_size
+        self._reach_bytes = price_reach(sizes, request.max_step_tokens) * request.page_size
         self._window_pages = _to_pages(window, request.page_size)
 
     def price(self, num_pages: int) -> int:
@@ -157,18 +157,16 @@ class _Pages:
     def fitting(self, num_bytes: int) -> int:
         """The most pages whose price is at most `num_bytes`."""
         num_bytes = max(0, num_bytes - self.page_bytes)
-        each = self.page_bytes + self._gather_bytes
-        within = num_bytes // (each + self._bias_bytes)
+        within = num_bytes // (self.page_bytes + self._reach_bytes)
         if within <= self._window_pages:
             return within
-        return (num_bytes - self._window_pages * self._bias_bytes) // each
+        return (num_bytes - self._window_pages * self._reach_bytes) // self.page_bytes
 
     def named(self, num_pages: int) -> dict[str, int]:
         """The sentinel page included."""
         return {
             "kv": (num_pages + 1) * self.page_bytes,
-            "kv_gather": num_pages * self._gather_bytes,
-            "attention_bias": min(num_pages, self._window_pages) * self._bias_bytes,
+            "kv_reach": min(num_pages, self._window_pages) * self._reach_bytes,
         }
 
 

@@ -128,6 +128,8 @@ def fake_sizes(**changes: int) -> ModelSizes:
         "top_k": 0,
         "expert_bytes": 0,
         "dense_bytes": 8,
+        "max_gathered_keys": 0,
+        "max_scores": 0,
     }
     return ModelSizes(**(values | changes))
 

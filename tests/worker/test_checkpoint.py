@@ -9,6 +9,7 @@ import torch
 
 from freetoken.config import Config
 from freetoken.errors import ConfigError
+from freetoken.model import step
 from freetoken.wire.messages import Extend, PageRun, Sampling, StepMode, StepPlan, pack_ids
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.link import Progress
@@ -59,7 +60,11 @@ def decode(runner, row, position, first, count):
     return text
 
 
-def test_greedy_text_equals_transformers_with_chunks_and_a_second_row(plain, checkpoint):
+@pytest.mark.parametrize("gathered_keys", [10, step.MAX_GATHERED_KEYS])
+def test_greedy_text_equals_transformers_with_chunks_and_a_second_row(
+    plain, checkpoint, monkeypatch, gathered_keys
+):
+    monkeypatch.setattr(step, "MAX_GATHERED_KEYS", gathered_keys)
     runner = start_worker(checkpoint).runner
     runner.execute(start_plan(0, PROMPT[:9], 0, num_pages=10, is_last=False))
     rest = Extend(0, 9, pack_ids(PROMPT[9:]), True)

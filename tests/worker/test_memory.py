@@ -34,6 +34,8 @@ QWEN_30B = ModelSizes(
     top_k=8,
     expert_bytes=3 * 2048 * 768 * 2,
     dense_bytes=3 * GIB,
+    max_gathered_keys=1000,
+    max_scores=0,
 )
 SMALL = dataclasses.replace(
     QWEN_30B,
@@ -185,7 +187,7 @@ def test_the_automatic_pool_holds_a_usual_context_even_beyond_a_third():
     plan = plan_memory(QWEN_30B, request(), fixed + 5 * GIB)
     assert plan.context_tokens >= DEFAULT_CONTEXT_TOKENS
     roomy = plan_memory(QWEN_30B, request(), fixed + 60 * GIB)
-    kv = roomy.prices["kv"] + roomy.prices["kv_gather"] + roomy.prices["attention_bias"]
+    kv = roomy.prices["kv"] + roomy.prices["kv_reach"]
     assert 0.3 < kv / (63 * GIB) < 0.34, "a third of what is left"
 
 
