@@ -163,7 +163,7 @@ class FakeWorker:
         if script.step_ms:
             self._stopping.wait(script.step_ms / 1e3)
         if number in script.fail_steps:
-            self._model.run(plan)
+            self._model.fail(plan)
             self._fail(FailureScope.STEP, plan, "out of fake memory")
             return None
         result = self._model.run(plan)
