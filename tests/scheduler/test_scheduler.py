@@ -165,7 +165,18 @@ def test_an_open_ended_request_runs_to_the_wall_beside_others_without_preempting
         ([-1], {}, "prompt"),
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"logit_bias": ((256, 1.0),)}, "logit_bias"),
+        ([1], {"logit_bias": ((3, float("nan")),)}, "logit_bias"),
         ([1], {"seed": -1}, "seed"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"temperature": -0.1}, "temperature"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"top_p": 1.1}, "top_p"),
+        ([1], {"top_k": -1}, "top_k"),
+        ([1], {"min_p": 2.0}, "min_p"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty"),
+        ([1], {"presence_penalty": float("inf")}, "presence_penalty"),
+        ([1], {"min_tokens": -1}, "min_tokens"),
+        ([1], {"logprobs": 257}, "logprobs"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_by_field(
