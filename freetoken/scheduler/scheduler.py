@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from freetoken import log
 from freetoken.errors import ErrorCode, RequestError
 from freetoken.scheduler.admission import LikelyOutput, WaitQueue
 from freetoken.scheduler.chunks import StepLimits
@@ -37,6 +38,8 @@ from freetoken.wire.messages import (
     TokenDelta,
     WorkerReady,
 )
+
+_log = log.get(__name__)
 
 MAX_IN_FLIGHT = 2
 RETRY_UNAVAILABLE_S = 5.0
@@ -165,6 +168,8 @@ class Scheduler:
             )
         except RequestError as error:
             self.counters.requests_refused += 1
+            if error.code is not ErrorCode.CONTEXT_LENGTH_EXCEEDED:  # that one is a warning
+                _log.info(log.event("request.refused", id=submit.request_id, code=error.code))
             return Failed(
                 submit.request_id, error.code, error.message, error.param, error.retry_after_s
             )
