@@ -33,9 +33,9 @@ class Twice(Qwen3MoeRMSNorm):
         return 2 * super().forward(x)
 
 
-def replace(module: nn.Module) -> nn.Module:
+def replace(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     parent = nn.ModuleDict({"child": module})
-    speed_up_for_cpu(parent)
+    speed_up_for_cpu(parent, dtype or next(module.parameters()).dtype)
     return parent["child"]
 
 
@@ -93,6 +93,11 @@ def test_linear_layers_of_bf16_are_packed(has_bias: bool) -> None:
         x = torch.randn(shape).bfloat16()
         torch.testing.assert_close(packed(x), plain(x), rtol=2**-7, atol=1e-2)
     assert packed(torch.empty(1, 0, C, dtype=torch.bfloat16)).shape == (1, 0, 48)
+
+
+def test_layers_kept_in_another_type_than_the_models_are_left_alone() -> None:
+    for module in (nn.Linear(C, C).bfloat16(), random_norm(Qwen3MoeRMSNorm, torch.float32)):
+        assert replace(module, torch.float16) is module
 
 
 def test_linear_layers_of_fp32_and_of_other_classes_are_left_alone() -> None:
