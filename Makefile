@@ -1,10 +1,25 @@
-# The commands of a fresh clone: `make serve` and `make test` do all the set-up they need.
+# The commands of a fresh clone; each does the set-up it needs.
+#   make serve   serve the demo model (ARGS="MODEL --port 8080" for more)
+#   make test    run all tests        (ARGS="tests/api -x" for some)
+#   make check   linters, types, import contracts
+#   make setup   only install
+# PYTHON: the interpreter to make the environment with. PIP_ARGS: passed to pip install.
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: serve test test-oldest check setup clean
+define CHECK_PYTHON
+import sys
+v, name = sys.version_info, sys.executable or "this"
+sys.exit(0 if v >= (3, 11) else "FreeToken needs Python 3.11 or newer; %s is %d.%d.%d " \
+	"(make PYTHON=/path/to/python3.11)" % ((name,) + tuple(v[:3])))
+endef
+export CHECK_PYTHON
+
+.PHONY: setup serve test test-oldest check clean python
+.NOTPARALLEL: # all share one environment
 
 setup: $(VENV)/.runtime
 
@@ -14,32 +29,32 @@ serve: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
-# The model tests with the oldest transformers that pyproject.toml allows.
-test-oldest: $(VENV)-oldest/.dev
-	$(VENV)-oldest/bin/python -m pytest tests/model $(ARGS)
-
-$(VENV)-oldest/.dev: $(VENV)/.dev
-	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]' 'transformers==5.17.*'
-	@touch $@
-
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-$(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; v = "%d.%d.%d" % sys.version_info[:3]; sys.exit(0 if sys.version_info >= (3, 11) else "FreeToken needs Python 3.11 or newer; " + sys.executable + " is Python " + v + " (make PYTHON=/path/to/python3.11)")'
-	$(PYTHON) -m venv $(VENV)
+# An environment is checked when it is made, and whenever PYTHON is asked for by name.
+python:
+	@$(PYTHON) -c "$$CHECK_PYTHON"
 
-$(VENV)/.runtime: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e .
+ifneq ($(origin PYTHON),file)
+ENVIRONMENT_NEEDS := python
+endif
+
+$(VENV)/.made: | $(ENVIRONMENT_NEEDS)
+	@$(PYTHON) -c "$$CHECK_PYTHON"
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,20 +1,40 @@
-"""The one configuration model: every option, its unit, its default, and where a value came from.
+"""The one configuration model: every option with its unit, its default and its limits.
 
-Sources, strongest first: command-line flags, FREETOKEN_* environment variables, a TOML file, the
-defaults here. Rooms take the values they need, not this object.
+freetoken/options.py fills it from flags, environment and file. Rooms take the values they need,
+not this object. No field reads anything by itself: `Config()` is the defaults.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 
-class Config(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="FREETOKEN_", extra="forbid", frozen=True)
+def _split(value: object) -> object:
+    """`a,b` from a flag or the environment is a list, as in TOML."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+Name = Annotated[str, StringConstraints(min_length=1)]
+Secret = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$")]
+"""Goes into an HTTP header: visible ASCII without blanks."""
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+class Config(BaseModel):
+    """Immutable. A field with `repr=False` is a secret: it is masked wherever values are shown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # ---- model
     model: Annotated[
@@ -22,7 +42,9 @@ class Config(BaseSettings):
         Field(description="directory of a checkpoint or hub name; default: the demo model"),
     ] = None
     served_model_name: Annotated[
-        list[str], Field(description="names clients may use; default: the model's own")
+        list[Name],
+        BeforeValidator(_split),
+        Field(description="names clients may use, the first is the one answered; default: its own"),
     ] = []
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="where the model runs")] = (
         "auto"
@@ -33,11 +55,11 @@ class Config(BaseSettings):
     ] = "auto"
 
     # ---- HTTP
-    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    host: Annotated[Name, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="TCP port; 0: any free one")] = 1919
-    api_key: Annotated[str | None, Field(description="clients must send it as a bearer token")] = (
-        None
-    )
+    api_key: Annotated[
+        Secret | None, Field(repr=False, description="secret that clients send as bearer token")
+    ] = None
 
     # ---- capacity: each is a hard constraint of the memory plan
     context_tokens: Annotated[
@@ -81,7 +103,7 @@ class Config(BaseSettings):
         float | None, Field(gt=0, le=1, description="expert slots as a share of all experts")
     ] = None
     extend_threshold: Annotated[
-        int | Literal["auto"],
+        Annotated[int, Field(ge=0)] | Literal["auto"],
         Field(description="steps with more extend tokens than this stream whole layers; 0: always"),
     ] = "auto"
 
@@ -90,12 +112,83 @@ class Config(BaseSettings):
         int | None, Field(ge=1, description="CPU threads of the worker; default: all cores")
     ] = None
     run_dir: Annotated[
-        Path | None, Field(description="directory of the sockets; default: a private one")
+        UserPath | None, Field(description="directory of the sockets; default: a private one")
     ] = None
-    wire_keys: Annotated[Path | None, Field(description="CURVE key file for tcp endpoints")] = None
     stall_timeout_s: Annotated[
-        float, Field(gt=0, description="seconds a step may take before /health/ready says 503")
+        float,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="seconds a step may take before /health/ready says 503",
+        ),
     ] = 60.0
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(description="least level logged")
     ] = "INFO"
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        """Refuse what contradicts itself whatever the model is; the worker checks the rest."""
+        for problem in self._contradictions():
+            raise ValueError(problem)
+        return self
+
+    def _contradictions(self) -> list[str]:
+        """One sentence each, with the values and the remedy."""
+        found = []
+        if self.num_tokens is not None and self.num_pages is not None:
+            found.append(
+                f"--num-tokens {self.num_tokens} and --num-pages {self.num_pages} both set the "
+                "size of the KV pool; give one of them"
+            )
+        if self.num_tokens is not None and self.num_tokens % self.page_size:
+            below = self.num_tokens // self.page_size * self.page_size
+            lower = f"{below} or " if below else ""
+            found.append(
+                f"--num-tokens {self.num_tokens} is no multiple of the page size {self.page_size}; "
+                f"use {lower}{below + self.page_size}"
+            )
+        pool = self.pool_tokens
+        for flag, tokens in (
+            ("--context-tokens", self.context_tokens),
+            ("--kv-reserve-tokens", self.kv_reserve_tokens),
+        ):
+            if pool is not None and tokens is not None and tokens > pool:
+                found.append(
+                    f"{flag} {tokens} does not fit into the KV pool of {pool} tokens "
+                    f"({pool // self.page_size} pages of {self.page_size}); raise the pool or "
+                    f"lower {flag}"
+                )
+        window = self.max_seq_len_override
+        if window is not None and self.context_tokens is not None and self.context_tokens > window:
+            found.append(
+                f"--context-tokens {self.context_tokens} exceeds --max-seq-len-override {window}"
+            )
+        return found + self._expert_contradictions()
+
+    def _expert_contradictions(self) -> list[str]:
+        found = []
+        if self.moe_cache_size is not None and self.moe_cache_rate is not None:
+            found.append(
+                f"--moe-cache-size {self.moe_cache_size} and --moe-cache-rate "
+                f"{self.moe_cache_rate} both set the number of expert slots; give one of them"
+            )
+        if self.experts == "in-place":
+            for flag, is_given in (
+                ("--moe-cache-size", self.moe_cache_size is not None),
+                ("--moe-cache-rate", self.moe_cache_rate is not None),
+                ("--extend-threshold", self.extend_threshold != "auto"),
+            ):
+                if is_given:
+                    found.append(
+                        f"{flag} is about expert slots and --experts in-place has none; "
+                        "use --experts slots"
+                    )
+        return found
+
+    @property
+    def pool_tokens(self) -> int | None:
+        """Size of the KV pool in tokens if the options fix it, else None."""
+        if self.num_tokens is not None:
+            return self.num_tokens
+        return None if self.num_pages is None else self.num_pages * self.page_size

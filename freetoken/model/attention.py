@@ -18,6 +18,9 @@ from freetoken.model.step import DecodeGroup, ExtendGroup, StepIndex
 
 ATTENTION = "freetoken"
 ATTENTION_ATTRIBUTE = "freetoken_attention"
+MAX_SCORES = 1 << 24
+"""Scores (fp32) that exist at a time in layers with softcap or sinks; the memory plan prices them.
+"""
 
 
 class LayerAttention(Protocol):
@@ -181,6 +184,11 @@ class Scores:
         self.softcap = softcap
         self.sinks = sinks
 
+    @property
+    def is_plain(self) -> bool:
+        """True if scaled_dot_product_attention computes it."""
+        return self.softcap is None and self.sinks is None
+
     def attend(
         self,
         q: torch.Tensor,
@@ -196,7 +204,7 @@ class Scores:
         `folded`: the head dimension of q is G, its T dimension holds the heads of a kv head.
         `causal`: T = L and token i sees keys up to i.
         """
-        if self.softcap is None and self.sinks is None:
+        if self.is_plain:
             return F.scaled_dot_product_attention(
                 q,
                 k,
@@ -206,19 +214,44 @@ class Scores:
                 scale=self.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-        if q.shape[1] != k.shape[1]:
-            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-            v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-        scaling = self.scaling if self.scaling is not None else q.shape[-1] ** -0.5
-        weights = (q.float() @ k.float().transpose(2, 3)) * scaling
+        # The scores exist here as a whole: for a few queries at a time, so that they stay small.
+        batch, heads, num_queries, _ = q.shape
+        block = max(1, MAX_SCORES // (batch * heads * k.shape[2]))
+        if folded or block >= num_queries:
+            return self._attend(q, k, v, bias, 0 if causal else None, folded)
+        parts = []
+        for first in range(0, num_queries, block):
+            queries = slice(first, first + block)
+            part_bias = bias[queries] if bias is not None else None
+            at = first if causal else None
+            parts.append(self._attend(q[:, :, queries], k, v, part_bias, at, folded))
+        return torch.cat(parts, 2)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        causal_at: int | None,
+        folded: bool,
+    ) -> torch.Tensor:
+        """`causal_at`: the position of the first query, which sees keys up to itself."""
+        batch, heads, num_queries, size = q.shape
+        kv_heads, num_keys = k.shape[1:3]
+        scaling = self.scaling if self.scaling is not None else size**-0.5
+        grouped = q.float().reshape(batch, kv_heads, -1, size)
+        weights = (grouped @ k.float().transpose(2, 3)).mul_(scaling)
+        weights = weights.view(batch, heads, num_queries, num_keys)
         if self.softcap is not None:
-            weights = torch.tanh(weights / self.softcap) * self.softcap
+            weights = weights.div_(self.softcap).tanh_().mul_(self.softcap)
         if bias is not None:
-            weights = weights + bias
-        elif causal:
-            ahead = torch.ones(weights.shape[2:], dtype=torch.bool, device=q.device).triu(1)
-            weights = weights.masked_fill(ahead, float("-inf"))
-        return (self._softmax(weights, folded) @ v.float()).to(q.dtype)
+            weights += bias
+        elif causal_at is not None:
+            ahead = torch.ones(weights.shape[2:], dtype=torch.bool, device=q.device)
+            weights.masked_fill_(ahead.triu_(1 + causal_at), float("-inf"))
+        weights = self._softmax(weights, folded).reshape(batch, kv_heads, -1, num_keys)
+        return (weights @ v.float()).view(batch, heads, num_queries, -1).to(q.dtype)
 
     def _softmax(self, weights: torch.Tensor, folded: bool) -> torch.Tensor:
         if self.sinks is None:

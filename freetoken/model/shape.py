@@ -39,8 +39,10 @@ class ModelShape:
 
     kv: per attention layer, index i is layer_idx i · window: max_position_embeddings, tokens ·
     expert_bytes: one expert's row in the bank · dense_bytes: every other weight and buffer, tied
-    ones once · tied_head_bytes: the output layer's weight where it is tied to the embedding, of
-    which a second, packed copy is made on the CPU; else 0.
+    ones once · query_width: elements of one token's queries in the widest layer · linear_width:
+    outputs of the widest linear layer but the head · has_scores: a layer has softcap or sinks, so
+    that its scores exist as a tensor · tied_head_bytes: the output layer's weight
+    where it is tied to the embedding, of which a second, packed copy is made on the CPU; else 0.
     """
 
     class_name: str
@@ -55,6 +57,9 @@ class ModelShape:
     top_k: int
     expert_bytes: int
     dense_bytes: int
+    query_width: int
+    linear_width: int
+    has_scores: bool
     tied_head_bytes: int
     dtype: torch.dtype
 
@@ -70,6 +75,8 @@ class _Recorder:
     def __init__(self) -> None:
         self.kv: dict[int, KvShape] = {}
         self.top_k = 0
+        self.query_width = 0
+        self.has_scores = False
 
     def attend(
         self,
@@ -81,6 +88,8 @@ class _Recorder:
         window: int | None,
     ) -> torch.Tensor:
         """A LayerAttention."""
+        self.query_width = max(self.query_width, query.shape[1] * query.shape[3])
+        self.has_scores |= not scores.is_plain
         self.kv[layer] = KvShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -127,6 +136,9 @@ def measure_shape(model: PreTrainedModel) -> ModelShape:
         top_k=recorder.top_k,
         expert_bytes=rows.pop() if rows else 0,
         dense_bytes=_dense_bytes(model),
+        query_width=recorder.query_width,
+        linear_width=_linear_width(model),
+        has_scores=recorder.has_scores,
         tied_head_bytes=_tied_head_bytes(model),
         dtype=model.dtype,
     )
@@ -140,6 +152,12 @@ def _dense_bytes(model: nn.Module) -> int:
     }
     tensors = [*model.parameters(), *model.buffers()]
     return sum(t.numel() * t.itemsize for t in tensors if id(t) not in banked)
+
+
+def _linear_width(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    return max((linear.out_features for linear in linears), default=0)
 
 
 def _tied_head_bytes(model: PreTrainedModel) -> int:

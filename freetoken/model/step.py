@@ -6,11 +6,16 @@ time of a forward. The worker knows none of this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from freetoken.model.context import Segment, StepContext
+
+MAX_GATHERED_KEYS = 1 << 16
+"""Keys that decode rows gather at a time, of a single longer row all. Rows that share a long prefix
+each gather it, so without a limit this could exceed the pool itself; the memory plan prices it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +102,20 @@ def _plan(context: StepContext, window: int | None, dtype: torch.dtype) -> Atten
             groups.setdefault(num_keys.bit_length(), []).append(segment)
         else:
             extends.append(_plan_extend(context, segment, window, dtype))
-    decodes = [_plan_decode(context, rows, window, dtype) for rows in groups.values()]
+    decodes = [
+        _plan_decode(context, rows, window, dtype)
+        for group in groups.values()
+        for rows in _cut_group(group, window)
+    ]
     return AttentionPlan(tuple(decodes), tuple(extends))
+
+
+def _cut_group(segments: list[Segment], window: int | None) -> Iterator[list[Segment]]:
+    """Parts of a group of decode rows that gather at most MAX_GATHERED_KEYS with padding."""
+    longest = max(_end(segment) - _first_key(segment, window) for segment in segments)
+    count = max(1, MAX_GATHERED_KEYS // longest)
+    for first in range(0, len(segments), count):
+        yield segments[first : first + count]
 
 
 def _end(segment: Segment) -> int:

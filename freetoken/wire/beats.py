@@ -36,7 +36,7 @@ def open_exit_fd(pid: int) -> int | None:
         return None
     try:
         return os.pidfd_open(pid)
-    except OSError:
+    except (OSError, OverflowError):
         return None
 
 

@@ -81,10 +81,11 @@ def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: CurveKeys | None = None
 ) -> zmq.Socket[bytes]:
     """The scheduler's end. ConfigError if the endpoint cannot be bound."""
+    _check_private(endpoint, keys)
     socket = context.socket(zmq.ROUTER)
     _set_options(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    _secure(socket, endpoint, keys, is_server=True)
+    _secure(socket, keys, is_server=True)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -103,12 +104,13 @@ def connect_dealer(
 
     `identity` must be new in every life of a process (put the pid and a random part in it).
     """
+    _check_private(endpoint, keys)
     socket = context.socket(zmq.DEALER)
     _set_options(socket)
     socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    _secure(socket, endpoint, keys, is_server=False)
+    _secure(socket, keys, is_server=False)
     socket.connect(endpoint)
     return socket
 
@@ -119,12 +121,14 @@ def _set_options(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
 
 
-def _secure(
-    socket: zmq.Socket[bytes], endpoint: str, keys: CurveKeys | None, *, is_server: bool
-) -> None:
+def _check_private(endpoint: str, keys: CurveKeys | None) -> None:
+    """ConfigError if messages would leave this machine unencrypted; before a socket is opened."""
+    if keys is None and not endpoint.startswith(("ipc://", "inproc://")):
+        raise ConfigError(f"{endpoint} would leave this machine unencrypted: CURVE keys needed")
+
+
+def _secure(socket: zmq.Socket[bytes], keys: CurveKeys | None, *, is_server: bool) -> None:
     if keys is None:
-        if not endpoint.startswith(("ipc://", "inproc://")):
-            raise ConfigError(f"{endpoint} leaves this machine unencrypted; give --wire-keys FILE")
         return
     if is_server:
         socket.setsockopt(zmq.CURVE_SERVER, 1)

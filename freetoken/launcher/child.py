@@ -1,0 +1,132 @@
+"""One child process: started with our lifeline, its output read, its end explained."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+KEPT_LINES = 40
+"""Of a child's last output, to find its reason in."""
+MAX_READS = 16
+"""At a time, so that a child that writes without end does not keep us from the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What to start. `can_restart`: the others do not mind if it ends and comes again."""
+
+    name: str
+    argv: tuple[str, ...]
+    can_restart: bool = False
+
+
+class Child:
+    """A running room in a process group of its own, so that Ctrl-C reaches the launcher alone."""
+
+    def __init__(
+        self,
+        room: Room,
+        env: Mapping[str, str],
+        lifeline: int,
+        write_line: Callable[[str], None],
+    ) -> None:
+        self.room = room
+        self._write_line = write_line
+        self._last: deque[str] = deque(maxlen=KEPT_LINES)
+        self._partial = b""
+        self._process = subprocess.Popen(
+            room.argv,
+            env=dict(env),
+            stdin=lifeline,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            bufsize=0,
+        )
+        assert self._process.stdout is not None
+        self.output_fd = self._process.stdout.fileno()
+        os.set_blocking(self.output_fd, False)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that killed it."""
+        return self._process.poll()
+
+    def pump(self) -> bool:
+        """Pass on what it wrote; False at the end of its output."""
+        for _ in range(MAX_READS):
+            try:
+                data = os.read(self.output_fd, 65536)
+            except BlockingIOError:
+                break
+            if not data:
+                if self._partial:
+                    self._take(self._partial)
+                    self._partial = b""
+                return False
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                self._take(line)
+        return True
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip("\r")
+        self._last.append(text)
+        self._write_line(text)
+
+    def send(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            self._process.send_signal(number)
+
+    def kill_group(self) -> None:
+        """End it and whatever it started, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self, deadline_s: float) -> bool:
+        """True if it ended before `deadline_s` (time.monotonic)."""
+        try:
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def explain_end(self) -> str:
+        """Why it ended, in one line."""
+        code = self.returncode
+        assert code is not None
+        return explain_exit(self.room.name, code, list(self._last))
+
+
+def explain_exit(name: str, code: int, last_lines: Sequence[str]) -> str:
+    """`name` and its own last word: its error line if it wrote one, else how it ended."""
+    own = f"{name}: error: "
+    for line in reversed(last_lines):
+        if line.startswith(own):
+            return f"{name}: {line.removeprefix(own)}"
+    if code < 0:
+        hint = " (by hand, or by the kernel for want of memory)" if code == -signal.SIGKILL else ""
+        return f"{name} was killed by {signal_name(-code)}{hint}"
+    words = [line.strip() for line in last_lines if line.strip()]
+    return f"{name} ended with exit code {code}" + (f": {words[-1]}" if words and code else "")
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

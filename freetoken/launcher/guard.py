@@ -1,0 +1,44 @@
+"""In a child: end when the launcher is gone, however it went.
+
+Every child's standard input is a pipe that only the launcher can write to and never does. Its end
+of file means that the launcher is dead; then the child asks itself to end cleanly and, since a
+process deep in C code may not hear that, has the kernel end it after GRACE_S. On Linux a child that
+leaves nothing behind is moreover killed by the kernel at once (PR_SET_PDEATHSIG, prctl(2)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+GRACE_S = 1.5
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher(launcher_pid: int, *, leaves_files: bool) -> None:
+    """Call first thing in a child's main thread. `leaves_files`: it wants to clean up after us."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if sys.platform == "linux" and not leaves_files:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_wait_for_end_of_input, name="launcher", daemon=True).start()
+    if is_launcher_gone(launcher_pid):  # before the line above could see it
+        _end()
+
+
+def is_launcher_gone(launcher_pid: int) -> bool:
+    """True once this process was handed to another parent."""
+    return os.getppid() != launcher_pid
+
+
+def _wait_for_end_of_input() -> None:
+    while os.read(0, 4096):
+        pass
+    _end()
+
+
+def _end() -> None:
+    signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+    os.kill(os.getpid(), signal.SIGTERM)

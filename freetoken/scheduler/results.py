@@ -1,0 +1,137 @@
+"""What a step's result does to its rows: tokens, pages for the tree, ends. Called by `apply`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from freetoken import log
+from freetoken.scheduler.counters import Counters
+from freetoken.scheduler.node import TOKEN_BYTES
+from freetoken.scheduler.open import OpenRequests
+from freetoken.scheduler.request import Request
+from freetoken.scheduler.roster import Roster
+from freetoken.scheduler.steps import Step
+from freetoken.wire.messages import (
+    Failed,
+    FinishReason,
+    Logprobs,
+    StepMode,
+    StepResult,
+    TokenDelta,
+    unpack_ids,
+)
+
+_log = log.get(__name__)
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What came of a step: deltas by api, failures, and why it failed if it did."""
+
+    deltas: dict[bytes, list[TokenDelta]] = field(default_factory=dict)
+    failed: list[tuple[bytes, Failed]] = field(default_factory=list)
+    step_us: int = 0
+    error: str | None = None
+    probe_failed: bool = False
+
+
+class ResultRows:
+    """One result being dealt out to its rows, in the order of the plan."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        requests: OpenRequests,
+        counters: Counters,
+        result: StepResult,
+        now_s: float,
+    ) -> None:
+        self.outputs = Outputs(step_us=result.stats.step_us)
+        self._roster = roster
+        self._requests = requests
+        self._counters = counters
+        self._result = result
+        self._ids = unpack_ids(result.token_ids)
+        self._now_s = now_s
+
+    def deal(self, step: Step) -> None:
+        """Extends first, then decodes. Void rows only learn that their k/v are computed."""
+        at = 0
+        for request, kv_len, is_last in step.extends:
+            request.kv_len = kv_len
+            request.expert_bytes += self._result.stats.expert_bytes
+            if not request.is_void:
+                self._extended(request, step, is_last)
+                if is_last:
+                    self._take_token(request, at)
+            at += is_last
+        settle, take_token = self._roster.ledger.settle, self._take_token
+        num_extended = at
+        for at, request in enumerate(step.decodes, num_extended):
+            request.kv_len += 1
+            if not request.is_void:
+                if request.kv_len == request.settle_at:
+                    settle(request)
+                take_token(request, at)
+
+    def _extended(self, request: Request, step: Step, is_last: bool) -> None:
+        if request.kv_len >= request.settle_at:
+            self._roster.ledger.settle(request)
+        if step.mode is StepMode.PASS:
+            request.path = "pass"
+        if is_last:
+            self._roster.computed_all(request)
+            self._log_extend(request)
+        elif request.followers:
+            self._roster.lead(request)
+
+    def _take_token(self, request: Request, at: int) -> None:
+        """Append the token sampled `at`, tell the api, and end the request if it is the last.
+
+        Called for every row of every step: keep it small.
+        """
+        token = self._result.token_ids[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]
+        request.ids += token
+        request.num_output = num_output = request.num_output + 1
+        finish = None
+        if self._ids[at] in request.stop_ids:
+            finish = FinishReason.STOP
+        elif num_output >= request.max_tokens:
+            finish = FinishReason.LENGTH
+        api = request.api
+        if api is not None:
+            cached = self._note_first(request) if num_output == 1 else None
+            logprobs = self._logprobs(at) if self._result.logprobs else ()
+            delta = TokenDelta(request.id, token, logprobs, cached, finish)
+            deltas = self.outputs.deltas.get(api)
+            if deltas is None:
+                deltas = self.outputs.deltas[api] = []
+            deltas.append(delta)
+        if finish is not None:
+            self._requests.end(request, finish, self._now_s)
+
+    def _note_first(self, request: Request) -> int:
+        """The prompt tokens found in the cache, which go with the first token."""
+        request.first_token_s = self._now_s
+        cached = request.cached_tokens or 0
+        self._counters.cached_tokens += cached
+        return cached
+
+    def _logprobs(self, at: int) -> tuple[Logprobs, ...]:
+        one = self._result.logprobs[at]
+        return () if one is None else (one,)
+
+    def _log_extend(self, request: Request) -> None:
+        if request.api is None or request.extend_planned_s is None:
+            return
+        _log.info(
+            log.event(
+                "extend",
+                id=request.id,
+                tokens=request.num_tokens - request.cached_len,
+                cached=request.cached_len,
+                path=request.path or StepMode.ON_DEMAND.value,
+                ms=(self._now_s - request.extend_planned_s) * 1e3,
+                bytes=request.expert_bytes,
+            )
+        )

@@ -1,0 +1,77 @@
+"""The ModelSource of production: a checkpoint directory, through the model room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from freetoken.model.attention import MAX_SCORES
+from freetoken.model.context import KvPools
+from freetoken.model.load import load_model, read_shape
+from freetoken.model.selfcheck import check_model
+from freetoken.model.served import ServedModel
+from freetoken.model.shape import ModelShape
+from freetoken.model.step import MAX_GATHERED_KEYS
+from freetoken.worker.kv import allocate_pools
+from freetoken.worker.memory import ModelSizes
+from freetoken.worker.startup import ExpertsMode, ReportBytes
+
+
+class CheckpointSource:
+    """`dtype` is the option's value. Raises ConfigError for a directory that is no checkpoint."""
+
+    def __init__(self, path: Path, dtype: str, device: torch.device) -> None:
+        self._path = path
+        self._dtype = dtype
+        self._device = device
+        self._shape = read_shape(path, dtype)
+
+    def read_sizes(self) -> ModelSizes:
+        return sizes_of(self._shape)
+
+    def check(self, experts: ExpertsMode) -> None:
+        check_model(self._path, experts=experts)
+
+    def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> ServedModel:
+        return load_model(
+            self._path,
+            dtype=self._dtype,
+            device=str(self._device),
+            experts=experts,
+            num_slots=num_slots,
+            progress=report,
+        )
+
+    def make_pools(self, num_pages: int, page_size: int) -> KvPools:
+        return allocate_pools(
+            self._shape.kv,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=self._shape.dtype,
+            device=self._device,
+        )
+
+
+def sizes_of(shape: ModelShape) -> ModelSizes:
+    """The numbers of the memory plan."""
+    element_bytes = shape.dtype.itemsize
+    # Two matrices at least: one expert's intermediate is no wider than this.
+    widest = shape.expert_bytes // (2 * shape.hidden_size * element_bytes)
+    return ModelSizes(
+        window=shape.window,
+        kv_widths=tuple(heads.num_kv_heads * (heads.k_dim + heads.v_dim) for heads in shape.kv),
+        element_bytes=element_bytes,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        query_width=shape.query_width,
+        ffn_width=shape.linear_width,
+        expert_width=widest,
+        num_moe_layers=shape.num_moe_layers,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        expert_bytes=shape.expert_bytes,
+        dense_bytes=shape.dense_bytes + shape.tied_head_bytes,
+        max_gathered_keys=MAX_GATHERED_KEYS,
+        max_scores=MAX_SCORES if shape.has_scores else 0,
+    )

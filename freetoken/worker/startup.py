@@ -1,0 +1,219 @@
+"""From options to a runner that is ready: memory plan, self-check, load, warm-up.
+
+Each stage is reported through Progress. What cannot work is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from freetoken import log
+from freetoken.config import Config
+from freetoken.model.context import KvPools
+from freetoken.wire.messages import (
+    Extend,
+    PageRun,
+    Phase,
+    RowStart,
+    Sampling,
+    StepMode,
+    StepPlan,
+    WorkerReady,
+    pack_ids,
+)
+from freetoken.worker.link import Progress
+from freetoken.worker.memory import MemoryPlan, ModelSizes, Request, plan_memory
+from freetoken.worker.runner import Limits, Model, Runner
+from freetoken.worker.threshold import on_demand_tokens
+
+WINDOWS_IN_POOL = 4
+TOKENS_PER_ROW = 2048
+"""The automatic pool on a CPU holds this for every row, but no more than WINDOWS_IN_POOL windows:
+more would be zeroed at start for nothing."""
+WARM_UP_TOKENS = 16
+
+ExpertsMode = Literal["in-place", "slots"]
+ReportBytes = Callable[[str, int, int], None]
+
+_log = log.get(__name__)
+
+
+class ModelSource(Protocol):
+    """Where the model comes from: a checkpoint, or a test's fake."""
+
+    def read_sizes(self) -> ModelSizes:
+        """From the configuration alone."""
+        ...
+
+    def check(self, experts: ExpertsMode) -> None:
+        """EngineError if a small copy of the model computes something wrong on our path."""
+        ...
+
+    def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> Model: ...
+
+    def make_pools(self, num_pages: int, page_size: int) -> KvPools: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A runner, and what to announce of it: all but the epoch."""
+
+    runner: Runner
+    ready: WorkerReady
+
+
+def start(config: Config, source: ModelSource, progress: Progress, budget_bytes: int) -> Started:
+    """Everything before serving. Raises ConfigError or EngineError with the reason."""
+    sizes = source.read_sizes()
+    experts = choose_experts(config)
+    plan = plan_memory(sizes, make_request(config, sizes, experts), budget_bytes)
+    log_plan(config, sizes, plan, experts)
+    limits = make_limits(config, sizes, plan, experts)
+
+    def report(detail: str, done: int, total: int) -> None:
+        progress.detail, progress.done, progress.total = detail, done, total
+
+    with _stage(progress, Phase.CHECKING, "checking the model's class against transformers"):
+        source.check(experts)
+    with _stage(progress, Phase.LOADING, "loading weights"):
+        slots = plan.num_slots if experts == "slots" else None
+        model = source.load(experts, slots, report)
+    with _stage(progress, Phase.CHECKING, "warming up"):
+        pools = source.make_pools(plan.num_pages, plan.page_size)
+        assert sum(pool.nbytes for pool in (*pools.k, *pools.v)) == plan.prices["kv"]
+        runner = Runner(model, pools, limits)
+        warm_up(runner)
+    ready = WorkerReady(
+        epoch=0,
+        model=Path(config.model or "").name,
+        num_pages=plan.num_pages,
+        page_size=plan.page_size,
+        max_rows=limits.max_rows,
+        window=plan.window,
+        context_tokens=plan.context_tokens,
+        vocab_size=limits.vocab_size,
+        max_step_tokens=limits.max_step_tokens,
+        max_pass_tokens=limits.max_pass_tokens,
+        max_on_demand_tokens=limits.max_on_demand_tokens,
+        plan=plan.prices,
+    )
+    return Started(runner, ready)
+
+
+def choose_experts(config: Config) -> ExpertsMode:
+    """`auto` is in place: on a CPU every expert is in reach."""
+    return "slots" if config.experts == "slots" else "in-place"
+
+
+def make_request(config: Config, sizes: ModelSizes, experts: ExpertsMode) -> Request:
+    window = config.max_seq_len_override or sizes.window
+    return Request(
+        page_size=config.page_size,
+        max_rows=config.max_rows,
+        max_step_tokens=config.max_step_tokens,
+        has_slots=experts == "slots",
+        context_tokens=config.context_tokens,
+        num_tokens=config.num_tokens,
+        num_pages=config.num_pages,
+        kv_reserve_tokens=config.kv_reserve_tokens,
+        max_seq_len_override=config.max_seq_len_override,
+        moe_cache_size=config.moe_cache_size,
+        moe_cache_rate=config.moe_cache_rate,
+        automatic_pool_tokens=min(config.max_rows * TOKENS_PER_ROW, WINDOWS_IN_POOL * window),
+    )
+
+
+def make_limits(
+    config: Config, sizes: ModelSizes, plan: MemoryPlan, experts: ExpertsMode
+) -> Limits:
+    has_slots = experts == "slots"
+    return Limits(
+        max_rows=config.max_rows,
+        num_pages=plan.num_pages,
+        page_size=plan.page_size,
+        context_tokens=plan.context_tokens,
+        vocab_size=sizes.vocab_size,
+        max_step_tokens=config.max_step_tokens,
+        max_pass_tokens=plan.max_pass_tokens,
+        max_on_demand_tokens=on_demand_tokens(
+            config.extend_threshold, sizes.num_experts, sizes.top_k
+        )
+        if has_slots
+        else None,
+    )
+
+
+def log_plan(config: Config, sizes: ModelSizes, plan: MemoryPlan, experts: ExpertsMode) -> None:
+    """The three lines of the start: requested, resolved, effective."""
+    flags = (
+        "context_tokens num_tokens num_pages kv_reserve_tokens max_seq_len_override "
+        "moe_cache_size moe_cache_rate extend_threshold page_size max_rows max_step_tokens"
+    )
+    asked = {name: getattr(config, name) for name in flags.split()}
+    given = {name: value for name, value in asked.items() if value is not None}
+    _log.info(log.event("requested", experts=config.experts, **given))
+    _log.info(
+        log.event(
+            "resolved",
+            moe_cache_size=plan.num_slots,
+            num_pages=plan.num_pages,
+            page_size=plan.page_size,
+            experts=experts,
+            planned_mib=plan.planned_bytes >> 20,
+            budget_mib=plan.budget_bytes >> 20,
+            **{f"{name}_mib": size >> 20 for name, size in plan.prices.items()},
+        )
+    )
+    line = (
+        f"effective KV context: {plan.context_tokens} tokens (reserve {plan.reserve_tokens}, "
+        f"window {plan.window}, resident experts {plan.resident_rate * 100:.0f} %)"
+    )
+    if plan.context_tokens < plan.window:
+        _log.warning("%s; --context-tokens %d uses the whole window", line, plan.window)
+    else:
+        _log.info(line)
+
+
+def warm_up(runner: Runner) -> None:
+    """One extend and one decode step, so that the first request pays for no first call."""
+    limits = runner.limits
+    tokens = min(WARM_UP_TOKENS, limits.max_step_tokens, limits.context_tokens - 1)
+    pages = range(-(-(tokens + 1) // limits.page_size))
+    extend = StepPlan(
+        step_id=0,
+        epoch=0,
+        mode=StepMode.ON_DEMAND,
+        forget_rows=b"",
+        page_copies=(),
+        starts=(RowStart(0, Sampling(temperature=0.0), 0, b"", b""),),
+        page_runs=(PageRun(0, 0, pack_ids(pages)),),
+        extends=(Extend(0, 0, pack_ids([0] * tokens), True),),
+        decode_rows=b"",
+        decode_positions=b"",
+    )
+    runner.execute(extend)
+    decode = msgspec.structs.replace(
+        extend,
+        starts=(),
+        page_runs=(),
+        extends=(),
+        decode_rows=pack_ids([0]),
+        decode_positions=pack_ids([tokens]),
+    )
+    runner.execute(decode)
+    runner.forget_all()
+
+
+@contextmanager
+def _stage(progress: Progress, phase: Phase, detail: str) -> Iterator[None]:
+    progress.phase, progress.detail, progress.done, progress.total = phase, detail, 0, 0
+    started_s = time.monotonic()
+    yield
+    _log.info(log.event(f"{phase}.done", what=detail, seconds=time.monotonic() - started_s))

@@ -1,0 +1,53 @@
+import re
+import socket
+
+import pytest
+
+from freetoken import log
+from freetoken.commands import host
+from freetoken.config import Config
+from freetoken.errors import ConfigError
+
+
+def test_a_busy_port_is_refused_by_its_number() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: it is in use"):
+            host.reserve_port("127.0.0.1", port)
+    assert host.reserve_port("127.0.0.1", port) == port
+
+
+def test_port_0_becomes_a_free_one() -> None:
+    assert host.reserve_port("127.0.0.1", 0) > 0
+    assert host.reserve_port("localhost", 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("192.0.2.1", "cannot listen on 192.0.2.1:0"), ("no such", "--host no such is no address")],
+)
+def test_a_host_that_is_not_ours_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        host.reserve_port(name, 0)
+
+
+def test_loopback_is_told_from_what_others_reach() -> None:
+    assert all(host.is_loopback(name) for name in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
+    assert not any(host.is_loopback(name) for name in ("0.0.0.0", "::", "192.0.2.1", "no such"))
+
+
+def test_memory_that_is_too_small_is_refused_with_both_numbers() -> None:
+    host.check_memory(10, 10)
+    with pytest.raises(ConfigError, match=r"need 3\.00 GiB .* 1\.50 GiB are available"):
+        host.check_memory(3 * host.GIB, 3 * host.GIB // 2)
+
+
+def test_only_an_open_server_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup("test")
+    host.warn_if_open(Config())
+    host.warn_if_open(Config(host="0.0.0.0", api_key="k"))
+    assert capsys.readouterr().err == ""
+    host.warn_if_open(Config(host="0.0.0.0"))
+    assert "serve.open host=0.0.0.0" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+"""The launcher with stand-ins: `run_supervisor.py PORT RUN_DIR_BASE [NAME=BEHAVIOUR …]`."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from freetoken import log
+from freetoken.errors import EngineError
+from freetoken.launcher import rundir
+from freetoken.launcher.child import Room
+from freetoken.launcher.health import HealthPoller
+from freetoken.launcher.notify import Notifier
+from freetoken.launcher.report import Report
+from freetoken.launcher.supervisor import Supervisor
+
+FAKE = str(Path(__file__).with_name("fake_room.py"))
+
+
+def main() -> int:
+    port, base = sys.argv[1:3]
+    behaviours = dict(argument.split("=") for argument in sys.argv[3:])
+    log.setup("launcher")
+    poller = HealthPoller("127.0.0.1", int(port), None, busy_s=0.05, calm_s=0.1)
+    rooms = [
+        Room(
+            f"freetoken-{name}",
+            (
+                *(sys.executable, FAKE, f"freetoken-{name}", port),
+                *(behaviours.get(name, "well"), "--launcher-pid", str(os.getpid())),
+            ),
+            can_restart=name == "api",
+        )
+        for name in ("scheduler", "worker", "api")
+    ]
+    with rundir.launcher_dir(Path(base) / "run"):
+        poller.start()
+        try:
+            Supervisor(
+                rooms,
+                env={**os.environ, "PYTHONPATH": os.getcwd()},
+                get_health=lambda: poller.latest,
+                describe=lambda health: f"serving {health.model} with {health.context_tokens}",
+                report=Report(sys.stdout, sys.stderr, time.monotonic),
+                notifier=Notifier(os.environ),
+            ).run()
+        except EngineError as error:
+            print(f"last: {error}", file=sys.stderr)
+            return error.exit_code
+        finally:
+            poller.stop()
+    return 0
+
+
+sys.exit(main())

@@ -1,0 +1,154 @@
+"""A model whose next token depends on exactly the k/v found under the page table.
+
+The k/v of a token are its id and its position; the next token of a row is a hash of all ids and
+positions found in its pages up to the token that is sampled from. So a token read from a wrong
+page, a missing copy or a stale row changes the output. `expected_next` says what must come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from freetoken.model.context import KvPools, StepContext
+from freetoken.worker.memory import ModelSizes
+from freetoken.worker.startup import ReportBytes
+
+VOCAB_SIZE = 97
+
+
+@dataclass(frozen=True)
+class FakeCounters:
+    slot_hits: int = 0
+    slot_misses: int = 0
+    expert_bytes: int = 0
+    distinct_experts: int = 0
+
+
+@dataclass
+class HashModel:
+    """`fails`: called with the number of tokens before each forward; it may raise."""
+
+    fails: object = None
+    forwards: list[tuple[str, int]] = field(default_factory=list)
+
+    def forward(self, ids: Tensor, context: StepContext, logits_at: Tensor) -> Tensor:
+        self.forwards.append(("forward", len(ids)))
+        return self._run(ids, context, logits_at)
+
+    def forward_pass(
+        self, ids: Tensor, context: StepContext, logits_at: Tensor, chunk_tokens: int
+    ) -> Tensor:
+        self.forwards.append(("pass", len(ids)))
+        return self._run(ids, context, logits_at)
+
+    def take_counters(self) -> FakeCounters:
+        return FakeCounters(distinct_experts=len(self.forwards))
+
+    def _run(self, ids: Tensor, context: StepContext, logits_at: Tensor) -> Tensor:
+        if callable(self.fails):
+            self.fails(ids)
+        pools, size = context.pools, context.pools.page_size
+        pages = context.page_table[context.rows, context.positions // size].long()
+        pools.k[0][pages, context.positions % size, 0, 0] = ids.float()
+        pools.v[0][pages, context.positions % size, 0, 0] = context.positions.float()
+        assert sum(segment.length for segment in context.segments) == len(ids)
+        logits = torch.zeros(len(logits_at), VOCAB_SIZE)
+        for i, at in enumerate(logits_at.tolist()):
+            row, end = int(context.rows[at]), int(context.positions[at]) + 1
+            pages = context.page_table[row, : -(-end // size)].long()
+            found = pools.k[0][pages, :, 0, 0].flatten()[:end]
+            positions = pools.v[0][pages, :, 0, 0].flatten()[:end]
+            assert positions.tolist() == list(range(end)), "k/v of another position"
+            logits[i, expected_next([int(token) for token in found.tolist()])] = 5.0
+        return logits
+
+
+def expected_next(ids: list[int]) -> int:
+    """The greedy next token after `ids`."""
+    value = 7
+    for token in ids:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB_SIZE
+
+
+def expected_text(prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens after `prompt`."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(expected_next(ids))
+    return ids[len(prompt) :]
+
+
+def fake_pools(num_pages: int, page_size: int) -> KvPools:
+    shape = (num_pages + 1, page_size, 1, 1)
+    return KvPools((torch.zeros(shape),), (torch.zeros(shape),), page_size)
+
+
+class HashSource:
+    """A ModelSource of the hash model; `load` and `read_sizes` may be made to fail or to wait."""
+
+    def __init__(self, model: HashModel | None = None, **sizes: int) -> None:
+        self.model = model or HashModel()
+        self.num_checks = self.num_loads = 0
+        self.sizes = fake_sizes(**sizes)
+
+    def read_sizes(self) -> ModelSizes:
+        return self.sizes
+
+    def check(self, experts: str) -> None:
+        self.num_checks += 1
+
+    def load(self, experts: str, num_slots: int | None, report: ReportBytes) -> HashModel:
+        self.num_loads += 1
+        report("loading", 5, 10)
+        return self.model
+
+    def make_pools(self, num_pages: int, page_size: int) -> KvPools:
+        return fake_pools(num_pages, page_size)
+
+
+def fake_sizes(**changes: int) -> ModelSizes:
+    """Sizes that fit the hash model's pools: one float of k and one of v."""
+    values = {
+        "window": 256,
+        "kv_widths": (2,),
+        "element_bytes": 4,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 1,
+        "query_width": 1,
+        "ffn_width": 1,
+        "expert_width": 0,
+        "num_moe_layers": 0,
+        "num_experts": 0,
+        "top_k": 0,
+        "expert_bytes": 0,
+        "dense_bytes": 8,
+        "max_gathered_keys": 0,
+        "max_scores": 0,
+    }
+    return ModelSizes(**(values | changes))
+
+
+class StuckSource(HashSource):
+    """Loading hangs in one long operation that no signal handler can interrupt."""
+
+    def load(self, experts: str, num_slots: int | None, report: ReportBytes) -> HashModel:
+        report("stuck now", 0, 1)
+        mutex = ctypes.create_string_buffer(128)  # zeros are PTHREAD_MUTEX_INITIALIZER
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        return self.model
+
+
+class SleepySource(HashSource):
+    """Loading takes long, in many short operations."""
+
+    def load(self, experts: str, num_slots: int | None, report: ReportBytes) -> HashModel:
+        report("stuck now", 0, 1)
+        while True:
+            threading.Event().wait(0.01)
