@@ -106,23 +106,27 @@ def test_pass_equals_one_go(served: Served, chunk_tokens: int) -> None:
 def test_half_precision_errs_no_more_than_transformers_does(
     served: Served, dtype: torch.dtype
 ) -> None:
-    ids = tiny.random_ids(LENGTH, 30)
     plain = AutoModelForCausalLM.from_pretrained(
         served.path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    )
-    exact = tiny.plain_logits(served.plain, ids)
-    allowed = token_errors(tiny.plain_logits(plain.eval(), ids), exact)
-    trial = Trial(served.load(str(dtype).removeprefix("torch.")), [ids])
-    trial.step(Part(0, LENGTH - 2))
-    trial.step(Part(0, 1))
-    trial.step(Part(0, 1))
-    # Medians: where two experts score alike, roundings pick one, and such tokens err by much.
-    assert token_errors(trial.logits(0), exact) < 1.5 * allowed + 1e-3
+    ).eval()
+    rows = [tiny.random_ids(LENGTH, seed) for seed in range(30, 36)]
+    trial = Trial(served.load(str(dtype).removeprefix("torch.")), rows)
+    trial.step(*(Part(row, LENGTH - 2) for row in range(len(rows))))
+    trial.step(*(Part(row, 1) for row in range(len(rows))))
+    trial.step(*(Part(row, 1) for row in range(len(rows))))
+    exact = torch.cat([tiny.plain_logits(served.plain, ids) for ids in rows])
+    theirs = torch.cat([tiny.plain_logits(plain, ids) for ids in rows])
+    ours = torch.cat([trial.logits(row) for row in range(len(rows))])
+    assert token_error(ours, exact) < 1.3 * token_error(theirs, exact) + 1e-3
 
 
-def token_errors(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The median over tokens of the relative error."""
-    return float(((got - expected).norm(dim=1) / expected.norm(dim=1)).median())
+def token_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """The lower quartile over tokens of the relative error.
+
+    Not the mean: where two experts score alike, roundings pick one, and that token errs by much,
+    with those that attend to it.
+    """
+    return float(((got - expected).norm(dim=1) / expected.norm(dim=1)).quantile(0.25))
 
 
 def assert_equal(got: torch.Tensor, served: Served, ids: torch.Tensor) -> None:
