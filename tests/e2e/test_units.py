@@ -46,7 +46,7 @@ def test_the_api_outlives_the_others_and_serves_again_when_they_are_back(
     assert answer.status_code == 503
     assert "error" in answer.json()
 
-    second = start("scheduler")
+    start("scheduler")
     await_status(url, 200, 20)
     assert worker.process.poll() is None, "it keeps its weights"
     assert complete(url)
