@@ -15,6 +15,7 @@ from freetoken.api.choice import Piece
 from freetoken.api.errors_http import to_api_error
 from freetoken.api.generation import Generation
 from freetoken.api.http import ClientGone, Exchange, encode_json
+from freetoken.errors import ErrorCode, RequestError
 
 _log = log.get(__name__)
 
@@ -23,6 +24,7 @@ class Format(Protocol):
     """How an endpoint writes its answers. Bytes are whole events, `data: …\\n\\n`."""
 
     request_id: str
+    prompt_field: str  # what an error about the prompt's length is about
 
     def opening(self, num_choices: int) -> bytes:
         """Events before the first token, if any."""
@@ -51,7 +53,12 @@ async def answer(
     fields = exchange.log_fields
     fields["id"] = form.request_id
     try:
-        await generation.wait_accepted()
+        try:
+            await generation.wait_accepted()
+        except RequestError as error:
+            if error.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED and error.param is None:
+                error.param = form.prompt_field
+            raise
         if is_streaming:
             await _stream(exchange, generation, form, with_usage)
         else:
@@ -59,10 +66,11 @@ async def answer(
     finally:
         watcher.cancel()
         call.close()
-        fields["prompt"] = generation.prompt_tokens
-        fields["cached"] = generation.usage()["prompt_tokens_details"]["cached_tokens"]
-        fields["output"] = sum(choice.num_tokens for choice in generation.choices)
-        fields["finish"] = ",".join(choice.finish or "none" for choice in generation.choices)
+        if generation.prompt_tokens:  # it was accepted
+            fields["prompt"] = generation.prompt_tokens
+            fields["cached"] = generation.usage()["prompt_tokens_details"]["cached_tokens"]
+            fields["output"] = sum(choice.num_tokens for choice in generation.choices)
+            fields["finish"] = ",".join(choice.finish or "none" for choice in generation.choices)
 
 
 async def _send_whole(exchange: Exchange, generation: Generation, form: Format) -> None:

@@ -14,6 +14,9 @@ from freetoken.api.engine import EngineClient
 from freetoken.api.http import Exchange
 from freetoken.wire.messages import Phase
 
+ENGINE_GAUGES = frozenset({"pages_free", "pages_cached", "pages_used", "running", "waiting"})
+"""Keys of EngineState.counters that rise and fall. Twin: GAUGES in scheduler/counters.py."""
+
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -75,4 +78,7 @@ class _EngineFigures(Collector):
             yield GaugeMetricFamily(f"freetoken_{name}", text, float(value))
         for name, total in sorted(state.counters.items()):
             clean = re.sub(r"[^a-zA-Z0-9_]", "_", name).removesuffix("_total")
-            yield CounterMetricFamily(f"freetoken_engine_{clean}", "Total of the engine", total)
+            if name in ENGINE_GAUGES:
+                yield GaugeMetricFamily(f"freetoken_engine_{clean}", "Of the engine, now", total)
+            else:
+                yield CounterMetricFamily(f"freetoken_engine_{clean}", "Of the engine", total)

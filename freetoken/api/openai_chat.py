@@ -72,6 +72,8 @@ class ChatEndpoint:
 class ChatFormat:
     """Chunks with the constant parts rendered once: a token costs one small encoding."""
 
+    prompt_field = "messages"
+
     def __init__(self, name: str, request: ChatRequest, tokenizer: Tokenizer) -> None:
         self.request_id = f"chatcmpl-{secrets.token_hex(12)}"
         options = request.stream_options

@@ -75,6 +75,8 @@ def _are_ids(values: list[Any]) -> bool:
 class CompletionFormat:
     """Chunks with the constant parts rendered once."""
 
+    prompt_field = "prompt"
+
     def __init__(self, name: str, request: CompletionRequest, tokenizer: Tokenizer) -> None:
         self.request_id = f"cmpl-{secrets.token_hex(12)}"
         options = request.stream_options

@@ -7,7 +7,7 @@ proved the engine alive for PROBE_AFTER_S.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from freetoken.wire.messages import Phase
 
@@ -41,19 +41,26 @@ class Health:
         self._next_probe_s = 0.0
         self._failure = ""  # why the last probe brought nothing
         self._is_doubtful = False  # a step has failed since the last one that did not
-        self.loading = Status(Phase.STARTING, "waiting for a worker")
-        self.death: str | None = None
+        self._loading = Status(Phase.STARTING, "waiting for a worker")
+        self._death: str | None = None
 
     def connected(self) -> None:
         """A worker said hello."""
-        self.death = None
+        self._death = None
         self._failure = ""
         self._is_doubtful = False
         self._next_probe_s = 0.0
-        self.loading = Status(Phase.STARTING, "the worker is starting")
+        self._loading = Status(Phase.STARTING, "the worker is starting")
+
+    def note_progress(self, status: Status) -> None:
+        """What a worker's heartbeat says; whether it is ready, its WorkerReady says."""
+        before_ready = (Phase.STARTING, Phase.LOADING, Phase.CHECKING)
+        if status.phase not in before_ready:
+            status = replace(status, phase=Phase.CHECKING)
+        self._loading = status
 
     def lost(self, reason: str) -> None:
-        self.death = reason
+        self._death = reason
 
     def note_step(self, error: str | None, was_probe: bool) -> None:
         """A step is back. One that fails with a request says little; the probe must pass."""
@@ -64,10 +71,10 @@ class Health:
             self._failure = error
 
     def status(self, signs: Signs, now_s: float) -> Status:
-        if self.death is not None:
-            return Status(Phase.DEAD, self.death)
+        if self._death is not None:
+            return Status(Phase.DEAD, self._death)
         if not signs.has_worker:
-            return self.loading
+            return self._loading
         since_s = signs.oldest_step_s
         if since_s is not None and now_s - since_s > self._stall_timeout_s:
             return Status(Phase.STALLED, f"a step is out for {now_s - since_s:.0f} s")

@@ -56,6 +56,7 @@ class Request:
         "id",
         "ids",
         "is_private",
+        "is_void",
         "keeps",
         "kv_len",
         "last_step",
@@ -106,6 +107,7 @@ class Request:
         self.followers: list[Request] = []
         self.requeues = False  # when LEAVING: back to the queue, not gone
         self.keeps = True  # when LEAVING: its computed pages are good
+        self.is_void = False  # LEAVING for good: what steps still bring for it is dropped
         self.row_id = -1
         self.pages = array("i")
         self.leave_row()
@@ -140,11 +142,6 @@ class Request:
     @property
     def is_running(self) -> bool:
         return self.state is State.EXTENDING or self.state is State.DECODING
-
-    @property
-    def is_void(self) -> bool:
-        """What steps still bring for it is dropped."""
-        return self.state is State.LEAVING and not self.requeues
 
     def start(self) -> RowStart:
         """What the worker must know to begin, or to resume."""

@@ -65,14 +65,14 @@ class ResultRows:
                 if is_last:
                     self._take_token(request, at)
             at += is_last
-        settle = self._roster.ledger.settle
-        for request in step.decodes:
+        settle, take_token = self._roster.ledger.settle, self._take_token
+        num_extended = at
+        for at, request in enumerate(step.decodes, num_extended):
             request.kv_len += 1
             if not request.is_void:
                 if request.kv_len == request.settle_at:
                     settle(request)
-                self._take_token(request, at)
-            at += 1
+                take_token(request, at)
 
     def _extended(self, request: Request, step: Step, is_last: bool) -> None:
         if request.kv_len >= request.settle_at:
@@ -86,35 +86,40 @@ class ResultRows:
             self._roster.lead(request)
 
     def _take_token(self, request: Request, at: int) -> None:
-        """Append the token sampled `at`, tell the api, and end the request if it is the last."""
-        result = self._result
-        token = result.token_ids[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]
+        """Append the token sampled `at`, tell the api, and end the request if it is the last.
+
+        Called for every row of every step: keep it small.
+        """
+        token = self._result.token_ids[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]
         request.ids += token
-        request.num_output += 1
+        request.num_output = num_output = request.num_output + 1
         finish = None
         if self._ids[at] in request.stop_ids:
             finish = FinishReason.STOP
-        elif request.num_output >= request.max_tokens:
+        elif num_output >= request.max_tokens:
             finish = FinishReason.LENGTH
-        cached = None
-        if request.first_token_s is None:
-            request.first_token_s = self._now_s
-            cached = request.cached_tokens
-            if request.api is not None:
-                self._counters.cached_tokens += cached or 0
-        if request.api is not None:
-            logprobs: tuple[Logprobs, ...] = ()
-            if result.logprobs and (one := result.logprobs[at]) is not None:
-                logprobs = (one,)
-            self._counters.output_tokens += 1
+        api = request.api
+        if api is not None:
+            cached = self._note_first(request) if num_output == 1 else None
+            logprobs = self._logprobs(at) if self._result.logprobs else ()
             delta = TokenDelta(request.id, token, logprobs, cached, finish)
-            deltas = self.outputs.deltas.get(request.api)
+            deltas = self.outputs.deltas.get(api)
             if deltas is None:
-                self.outputs.deltas[request.api] = [delta]
-            else:
-                deltas.append(delta)
+                deltas = self.outputs.deltas[api] = []
+            deltas.append(delta)
         if finish is not None:
             self._requests.end(request, finish, self._now_s)
+
+    def _note_first(self, request: Request) -> int:
+        """The prompt tokens found in the cache, which go with the first token."""
+        request.first_token_s = self._now_s
+        cached = request.cached_tokens or 0
+        self._counters.cached_tokens += cached
+        return cached
+
+    def _logprobs(self, at: int) -> tuple[Logprobs, ...]:
+        one = self._result.logprobs[at]
+        return () if one is None else (one,)
 
     def _log_extend(self, request: Request) -> None:
         if request.api is None or request.extend_planned_s is None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from freetoken import log
 from freetoken.errors import ErrorCode, RequestError
 from freetoken.scheduler.admission import LikelyOutput, WaitQueue
 from freetoken.scheduler.chunks import StepLimits
@@ -37,6 +38,8 @@ from freetoken.wire.messages import (
     TokenDelta,
     WorkerReady,
 )
+
+_log = log.get(__name__)
 
 MAX_IN_FLIGHT = 2
 RETRY_UNAVAILABLE_S = 5.0
@@ -165,6 +168,8 @@ class Scheduler:
             )
         except RequestError as error:
             self.counters.requests_refused += 1
+            if error.code is not ErrorCode.CONTEXT_LENGTH_EXCEEDED:  # that one is a warning
+                _log.info(log.event("request.refused", id=submit.request_id, code=error.code))
             return Failed(
                 submit.request_id, error.code, error.message, error.param, error.retry_after_s
             )
@@ -230,6 +235,7 @@ class Scheduler:
             engine.limits = replace(engine.limits, max_on_demand_tokens=threshold)
         rows = ResultRows(engine.roster, engine.requests, self.counters, result, now_s)
         rows.deal(step)
+        self.counters.output_tokens += sum(map(len, rows.outputs.deltas.values()))
         self._close_step(engine, step)
         if step.sampled_rows:
             self.last_token_s = now_s

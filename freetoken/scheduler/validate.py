@@ -1,12 +1,16 @@
-"""What a Submit must satisfy apart from fitting. Plain functions; the api has checked types."""
+"""What messages of peers must satisfy beyond their types. Plain functions.
+
+A request that makes no sense is refused here: inside a step it would take other rows along.
+"""
 
 from __future__ import annotations
 
+import math
 from array import array
 
 from freetoken.errors import ErrorCode, RequestError
 from freetoken.scheduler.node import TOKEN_BYTES
-from freetoken.wire.messages import Submit, unpack_ids
+from freetoken.wire.messages import Sampling, Submit, WorkerReady, unpack_ids
 
 MAX_REQUEST_ID_CHARS = 128
 
@@ -28,14 +32,56 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
     _check_vocabulary(submit.prompt_ids, vocab_size)
     if submit.max_tokens is not None and submit.max_tokens < 1:
         raise _invalid(f"max_tokens is {submit.max_tokens}, it must be at least 1", "max_tokens")
-    for token_id, _ in submit.sampling.logit_bias:
+    _check_sampling(submit.sampling, vocab_size)
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    bounds: tuple[tuple[str, float, float, float], ...] = (
+        ("temperature", sampling.temperature, 0, math.inf),
+        ("top_p", sampling.top_p, 0, 1),
+        ("top_k", sampling.top_k, 0, math.inf),
+        ("min_p", sampling.min_p, 0, 1),
+        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
+        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
+        ("repetition_penalty", sampling.repetition_penalty, 0, math.inf),
+        ("min_tokens", sampling.min_tokens, 0, math.inf),
+        ("logprobs", sampling.logprobs or 0, 0, vocab_size),
+        ("seed", sampling.seed or 0, 0, (1 << 63) - 1),
+    )
+    for name, value, least, most in bounds:
+        if not (least <= value <= most and math.isfinite(value)):
+            raise _invalid(f"{name} is {value}, it must be in [{least}, {most}]", name)
+    for name, value in (
+        ("top_p", sampling.top_p),
+        ("repetition_penalty", sampling.repetition_penalty),
+    ):
+        if value == 0:
+            raise _invalid(f"{name} is {value}, it must be above 0", name)
+    for token_id, bias in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise _invalid(
                 f"logit_bias names token {token_id}, the vocabulary has {vocab_size}", "logit_bias"
             )
-    seed = submit.sampling.seed
-    if seed is not None and not 0 <= seed < 1 << 63:
-        raise _invalid(f"seed is {seed}, it must be in [0, 2**63)", "seed")
+        if not math.isfinite(bias):
+            raise _invalid(f"logit_bias of token {token_id} is {bias}", "logit_bias")
+
+
+def fault_of(ready: WorkerReady) -> str | None:
+    """What is wrong with a worker's capacities, or None: a context that the pool cannot hold
+    would leave a row without pages."""
+    positive = ("num_pages", "page_size", "max_rows", "max_step_tokens", "max_pass_tokens")
+    for name in positive:
+        if getattr(ready, name) < 1:
+            return f"{name} is {getattr(ready, name)}, it must be at least 1"
+    pool_tokens = ready.num_pages * ready.page_size
+    if not 2 <= ready.context_tokens <= min(pool_tokens, ready.window):
+        return (
+            f"context_tokens is {ready.context_tokens}, it must be in [2, {pool_tokens}] (the "
+            f"pool) and within the window of {ready.window}"
+        )
+    if ready.vocab_size < 1:
+        return f"vocab_size is {ready.vocab_size}"
+    return None
 
 
 def _check_vocabulary(prompt_ids: bytes, vocab_size: int) -> None:

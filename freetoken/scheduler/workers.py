@@ -10,6 +10,7 @@ from freetoken.scheduler.health import Health, Status
 from freetoken.scheduler.peers import Peer, PeerTable
 from freetoken.scheduler.results import Outputs
 from freetoken.scheduler.scheduler import Scheduler
+from freetoken.scheduler.validate import fault_of
 from freetoken.wire.beats import BeatServer
 from freetoken.wire.messages import (
     PROTOCOL_VERSION,
@@ -69,7 +70,15 @@ class WorkerSide:
             self._welcome(identity, message, now_s)
             return
         epoch = getattr(message, "epoch", None)
-        if worker is None or worker.identity != identity or epoch != worker.epoch:
+        is_worker = worker is not None and worker.identity == identity
+        if (
+            is_worker
+            and isinstance(message, WorkerFailed)
+            and message.scope is FailureScope.PROCESS
+        ):
+            self._lose(message.message, now_s)  # of whatever epoch: it may have none yet
+            return
+        if not is_worker or worker is None or epoch != worker.epoch:
             self._scheduler.counters.stale_messages += 1
             _log.info(log.event("worker.stale", message=type(message).__name__, epoch=epoch))
             return
@@ -79,14 +88,12 @@ class WorkerSide:
                 outputs = self._scheduler.apply(message, now_s)
                 self._post(outputs, message.step_id)
             case WorkerReady():
-                self._ready(message, now_s)
-            case WorkerFailed(scope=FailureScope.STEP):
+                self._ready(worker, message, now_s)
+            case WorkerFailed():
                 self._result_s = now_s
                 _log.error(log.event("step.failed", step=message.step_id, why=message.message))
                 outputs = self._scheduler.fail_step(message.step_id, message.message, now_s)
                 self._post(outputs, message.step_id)
-            case WorkerFailed():
-                self._lose(message.message, now_s)
             case _:
                 self._scheduler.counters.stale_messages += 1
                 _log.warning(log.event("worker.unexpected", message=type(message).__name__))
@@ -116,7 +123,11 @@ class WorkerSide:
         self._router.send(identity, Welcome(PROTOCOL_VERSION, os.getpid(), self._epoch))
         _log.info(log.event("worker.connected", peer=hello.name, pid=hello.pid, epoch=self._epoch))
 
-    def _ready(self, message: WorkerReady, now_s: float) -> None:
+    def _ready(self, worker: Peer, message: WorkerReady, now_s: float) -> None:
+        fault = fault_of(message)
+        if fault is not None:
+            self._give_up(worker, f"its capacities make no sense: {fault}", now_s)
+            return
         if self._scheduler.worker is not None:
             self._apis.post_failed(self._scheduler.detach("the worker began anew", now_s))
         self._scheduler.attach(message)
@@ -138,7 +149,7 @@ class WorkerSide:
         heard = beats.heard(worker.name) if worker is not None else None
         if heard is not None:
             beat = heard.beat
-            self._health.loading = Status(beat.phase, beat.detail, beat.done, beat.total)
+            self._health.note_progress(Status(beat.phase, beat.detail, beat.done, beat.total))
 
     # ------------------------------------------------------------ out
 

@@ -44,11 +44,21 @@ def unpack_ids(data: bytes) -> array[int]:
     return ids
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Values are immutable; on the wire `[tag, field, …]` in the order of the fields."""
+class _Message(
+    msgspec.Struct,
+    frozen=True,
+    array_like=True,
+    tag=True,
+    forbid_unknown_fields=True,
+    gc=False,
+):
+    """Values are immutable; on the wire `[tag, field, …]` in the order of the fields.
+
+    Without cycles there is nothing for the garbage collector to find: it need not look.
+    """
 
 
-class _Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Value(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A part of a message."""
 
 
@@ -294,7 +304,10 @@ class Role(StrEnum):
 
 
 class Hello(_Message, frozen=True):
-    """The first message of a peer, and again when the scheduler's epoch has changed."""
+    """The first message of a peer, and again when the scheduler's epoch has changed.
+
+    `name` is new in every life of a process and the same in its beats.
+    """
 
     protocol: int
     role: Role

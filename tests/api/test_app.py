@@ -9,7 +9,9 @@ import openai
 import pytest
 
 from freetoken.api.http import MAX_BODY_BYTES
+from freetoken.api.metrics import ENGINE_GAUGES
 from freetoken.api.tokenizer import Tokenizer
+from freetoken.scheduler.counters import GAUGES
 from freetoken.wire.messages import EngineState, Phase
 from tests.api.fake_scheduler import FakeScheduler, ready, saying
 from tests.api.running import RunningApi
@@ -115,7 +117,7 @@ def test_metrics_count_requests_and_show_the_engines_counters(
     http: httpx.Client, api: RunningApi, fake: FakeScheduler
 ) -> None:
     fake.reply = saying([EOS])
-    fake.set_state(ready(2048, {"prefix_hit_tokens": 7.0, "odd name!": 1.0}))
+    fake.set_state(ready(2048, {"prefix_hit_tokens": 7.0, "odd name!": 1.0, "pages_free": 3.0}))
     http.post("/v1/chat/completions", json=CHAT)
     http.get("/made/up/path")
     text = http.get("/metrics").text
@@ -125,7 +127,12 @@ def test_metrics_count_requests_and_show_the_engines_counters(
     assert "freetoken_time_to_first_token_seconds_count" in text
     assert "freetoken_engine_prefix_hit_tokens_total 7.0" in text
     assert "freetoken_engine_odd_name__total 1.0" in text
+    assert "freetoken_engine_pages_free 3.0" in text
     assert "freetoken_context_tokens 2048.0" in text
+
+
+def test_the_engines_gauges_are_those_that_the_scheduler_names() -> None:
+    assert set(ENGINE_GAUGES) == set(GAUGES)
 
 
 def test_one_line_is_logged_for_each_request_without_its_text(

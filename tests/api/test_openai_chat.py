@@ -92,7 +92,7 @@ def test_a_refusal_of_the_scheduler_is_a_plain_400(
 ) -> None:
     message = "prompt needs 200 tokens, the pool holds 128; raise --context-tokens"
     code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
-    fake.reply = lambda submit: [Failed(submit.request_id, code, message, "messages")]
+    fake.reply = lambda submit: [Failed(submit.request_id, code, message)]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=USER, stream=stream)
     assert caught.value.body == {
@@ -257,57 +257,6 @@ def test_streamed_logprobs_come_with_their_text(
             assert here.decode() == choice.delta.content
             raw += here
     assert raw.decode() == "ab é"
-
-
-def test_omitted_sampling_fields_are_the_engines_plain_ones(
-    client: openai.OpenAI, fake: FakeScheduler
-) -> None:
-    fake.reply = saying([EOS])
-    client.chat.completions.create(model="tiny", messages=USER)
-    submit = fake.submits[0]
-    assert submit.max_tokens is None
-    assert submit.sampling.temperature == 1.0
-    assert submit.sampling.stop_ids == (2, 0)
-    assert submit.sampling.seed is None
-
-
-def test_all_sampling_fields_reach_the_engine(client: openai.OpenAI, fake: FakeScheduler) -> None:
-    fake.reply = saying([EOS])
-    client.chat.completions.create(
-        model="tiny",
-        messages=USER,
-        temperature=0.5,
-        top_p=0.9,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
-        logit_bias={"7": -100, "8": 2.5},
-        max_tokens=9,
-        max_completion_tokens=5,
-        seed=11,
-        user="somebody",
-        metadata={"a": "b"},
-        store=True,
-        extra_body={
-            "top_k": 40,
-            "min_p": 0.05,
-            "repetition_penalty": 1.1,
-            "ignore_eos": True,
-            "min_tokens": 3,
-            "stop_token_ids": [9],
-            "cache_salt": "tenant",
-            "priority": 2,
-        },
-    )
-    submit = fake.submits[0]
-    assert submit.max_tokens == 5
-    assert submit.cache_salt == "tenant"
-    assert submit.priority == 2
-    sampling = submit.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 40)
-    assert (sampling.min_p, sampling.repetition_penalty) == (0.05, 1.1)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -0.5)
-    assert sampling.logit_bias == ((7, -100.0), (8, 2.5))
-    assert (sampling.seed, sampling.min_tokens, sampling.stop_ids) == (11, 3, (9,))
 
 
 def test_messages_may_be_text_parts_and_developer_becomes_system(

@@ -69,6 +69,7 @@ class _Row:
     num_output: int
     length: int = 0  # tokens with k/v; -1 before the first extend says where it starts
     last_token: int | None = None
+    is_broken: bool = False  # was in a step that failed; until forgotten it computes nothing
     pages: list[int] = field(default_factory=list)
 
 
@@ -94,6 +95,24 @@ class FakeModel:
 
     def run(self, plan: StepPlan) -> StepResult:
         """One step, in the order StepPlan names."""
+        self._prepare(plan)
+        sampled = [e.row_id for e in plan.extends if self._extend(e)]
+        positions = unpack_ids(plan.decode_positions)
+        decodes = unpack_ids(plan.decode_rows)
+        for row_id, position in zip(decodes, positions, strict=True):
+            self._decode(self.rows[row_id], position)
+        sampled += decodes
+        assert len(set(sampled)) == len(sampled), "a row samples twice"
+        tokens = [self._sample(self.rows[row_id]) for row_id in sampled]
+        return self._result(plan, sampled, tokens)
+
+    def fail(self, plan: StepPlan) -> None:
+        """The same, but the forward fails: no k/v is stored, and its rows are lost."""
+        self._prepare(plan)
+        for row_id in [*(e.row_id for e in plan.extends), *unpack_ids(plan.decode_rows)]:
+            self.rows[row_id].is_broken = True
+
+    def _prepare(self, plan: StepPlan) -> None:
         for row_id in unpack_ids(plan.forget_rows):
             self.rows.pop(row_id, None)
         for source, destination in plan.page_copies:
@@ -107,23 +126,20 @@ class FakeModel:
             row = self.rows[run.row_id]
             assert run.first == len(row.pages), "the page table has a hole"
             row.pages.extend(unpack_ids(run.page_ids))
-        sampled = [e.row_id for e in plan.extends if self._extend(e)]
-        positions = unpack_ids(plan.decode_positions)
-        decodes = unpack_ids(plan.decode_rows)
-        for row_id, position in zip(decodes, positions, strict=True):
-            row = self.rows[row_id]
-            assert row.length == position, "a decode at a wrong position"
-            assert row.last_token is not None
-            self._store(row, row.last_token)
-        sampled += decodes
-        assert len(set(sampled)) == len(sampled), "a row samples twice"
-        tokens = [self._sample(self.rows[row_id]) for row_id in sampled]
-        return self._result(plan, sampled, tokens)
+
+    def _decode(self, row: _Row, position: int) -> None:
+        if row.is_broken:
+            return
+        assert row.length == position, "a decode at a wrong position"
+        assert row.last_token is not None
+        self._store(row, row.last_token)
 
     def _extend(self, extend: Extend) -> bool:
         row = self.rows[extend.row_id]
         tokens = unpack_ids(extend.token_ids)
         assert tokens, "an empty extend"
+        if row.is_broken:
+            return extend.is_last
         if row.length < 0:
             row.length = extend.cached_len
         assert row.length == extend.cached_len, "an extend at a wrong position"
@@ -149,7 +165,9 @@ class FakeModel:
         row.length += 1
 
     def _sample(self, row: _Row) -> int:
-        if self.reply is not None:
+        if row.is_broken:
+            row.last_token = 0
+        elif self.reply is not None:
             stop = row.sampling.stop_ids[0] if row.sampling.stop_ids else self.reply[-1]
             at = row.num_output
             row.last_token = self.reply[at] if at < len(self.reply) else stop

@@ -46,6 +46,7 @@ class WorkerScript:
     page_size: int = 16
     max_rows: int = 8
     context_tokens: int | None = None  # default: the whole pool
+    window: int | None = None  # default: wide enough
     vocab_size: int = 256
     max_step_tokens: int = 64
     max_pass_tokens: int = 256
@@ -163,7 +164,7 @@ class FakeWorker:
         if script.step_ms:
             self._stopping.wait(script.step_ms / 1e3)
         if number in script.fail_steps:
-            self._model.run(plan)
+            self._model.fail(plan)
             self._fail(FailureScope.STEP, plan, "out of fake memory")
             return None
         result = self._model.run(plan)
@@ -197,7 +198,7 @@ def make_ready(script: WorkerScript, epoch: int = 1) -> WorkerReady:
         num_pages=script.num_pages,
         page_size=script.page_size,
         max_rows=script.max_rows,
-        window=max(context, 1 << 17),
+        window=script.window or max(context, 1 << 17),
         context_tokens=context,
         vocab_size=script.vocab_size,
         max_step_tokens=script.max_step_tokens,
@@ -214,7 +215,7 @@ def _ints(text: str) -> tuple[int, ...]:
 def _parse(arguments: list[str]) -> tuple[Path, WorkerScript]:
     parser = argparse.ArgumentParser(prog="tests.fakes.worker", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True)
-    for name in ("num_pages", "page_size", "max_rows", "context_tokens", "vocab_size"):
+    for name in ("num_pages", "page_size", "max_rows", "context_tokens", "window", "vocab_size"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     for name in ("max_step_tokens", "max_pass_tokens", "max_on_demand_tokens"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)

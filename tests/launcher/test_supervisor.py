@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.processes import ROOT, Running, clean_environment, free_port, is_gone, kill
@@ -178,3 +179,13 @@ def test_a_hang_up_ends_the_server_unless_it_was_told_to_ignore_it(start: Start)
         server.process.send_signal(signal.SIGHUP)
         kill(pid_of(server, "worker"))
         assert server.wait(8) == 1, "it went on and ended for another reason"
+
+
+def test_children_end_when_the_launcher_is_killed_while_they_start(start: Start) -> None:
+    with start() as server:
+        launcher = psutil.Process(server.process.pid)
+        deadline_s = time.monotonic() + 20
+        while len(children := launcher.children()) < 3:
+            assert time.monotonic() < deadline_s
+        kill(server.process.pid)
+        assert all(is_gone(child.pid, 3) for child in children)

@@ -43,7 +43,7 @@ class Driver:
         self.model = self._make_model()
         self.scheduler.attach(make_ready(script))
         self.plans: list[StepPlan] = []
-        self.in_flight: deque[StepResult] = deque()
+        self.in_flight: deque[StepResult | int] = deque()  # an int: the step that failed
         self.deltas: dict[str, list[TokenDelta]] = {}
         self.failed: dict[str, Failed] = {}
         self.accepted: dict[str, Accepted] = {}
@@ -78,12 +78,16 @@ class Driver:
             self._note(delta)
         self.scheduler.check()
 
-    def plan(self) -> StepPlan | None:
-        """Plan a step and run it in the model; its result waits for `apply`."""
+    def plan(self, fails: bool = False) -> StepPlan | None:
+        """Plan a step and run it in the model; its result, or failure, waits for `apply`."""
         plan = self.scheduler.plan(self.now_s)
         self.scheduler.check()
         if plan is not None:
             self.plans.append(plan)
+            if fails:
+                self.model.fail(plan)
+                self.in_flight.append(plan.step_id)
+                return plan
             result = self.model.run(plan)
             threshold = self.script.max_on_demand_tokens
             self.in_flight.append(msgspec.structs.replace(result, max_on_demand_tokens=threshold))
@@ -91,12 +95,11 @@ class Driver:
 
     def apply(self) -> None:
         self.now_s += 0.001
-        self._take(self.scheduler.apply(self.in_flight.popleft(), self.now_s))
-
-    def fail_step(self) -> None:
-        self.now_s += 0.001
-        step_id = self.in_flight.popleft().step_id
-        self._take(self.scheduler.fail_step(step_id, "out of memory", self.now_s))
+        back = self.in_flight.popleft()
+        if isinstance(back, int):
+            self._take(self.scheduler.fail_step(back, "out of memory", self.now_s))
+        else:
+            self._take(self.scheduler.apply(back, self.now_s))
 
     def lose_worker(self) -> list[tuple[bytes, Failed]]:
         """The worker dies and another takes its place."""

@@ -19,8 +19,10 @@ def test_loading_shows_what_the_worker_says() -> None:
     none = replace(IDLE, has_worker=False)
     assert health.status(none, 0.0).phase is Phase.STARTING
     health.connected()
-    health.loading = Status(Phase.LOADING, "shard 2 of 5", 20, 100)
+    health.note_progress(Status(Phase.LOADING, "shard 2 of 5", 20, 100))
     assert health.status(none, 0.0) == Status(Phase.LOADING, "shard 2 of 5", 20, 100)
+    health.note_progress(Status(Phase.READY, "", 100, 100))
+    assert health.status(none, 0.0).phase is Phase.CHECKING, "a heartbeat alone is not ready"
     assert not health.must_probe(none, 0.0)
 
 

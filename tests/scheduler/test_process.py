@@ -95,10 +95,10 @@ def test_a_request_crosses_all_three_processes(run_dir: Path) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused_while_a_small_one_runs(run_dir: Path) -> None:
-    script = WorkerScript(num_pages=8, step_ms=2)
+    script = WorkerScript(num_pages=8, step_ms=5)
     with scheduler_in(run_dir), worker_in(run_dir, script), FakeApi(run_dir) as api:
         api.connect().wait_phase(Phase.READY)
-        api.submit("small", [1, 2, 3], 20)
+        api.submit("small", [1, 2, 3], 90)
         api.submit("big", [1] * 200)
         api.wait_end("big", patience_s=1.0)
         assert not api.is_done("small")
@@ -107,7 +107,7 @@ def test_a_prompt_beyond_the_context_is_refused_while_a_small_one_runs(run_dir: 
         assert failed.message.startswith("prompt needs 200 tokens (13 pages of 16), the pool holds")
         assert "big" not in api.accepted
         api.wait_end("small")
-        assert api.text("small") == expect([1, 2, 3], 20)
+        assert api.text("small") == expect([1, 2, 3], 90)
         control(api)
 
 
@@ -245,6 +245,44 @@ def test_a_second_worker_is_refused_while_the_first_lives(run_dir: Path) -> None
         control(api)
 
 
+def test_a_worker_whose_context_exceeds_its_pool_is_sent_away(run_dir: Path) -> None:
+    script = WorkerScript(num_pages=4, page_size=16, context_tokens=65)
+    with scheduler_in(run_dir), worker_in(run_dir, script) as worker, FakeApi(run_dir) as api:
+        api.connect()
+        state = api.wait_phase(Phase.DEAD)
+        assert "context_tokens is 65, it must be in [2, 64]" in state.detail
+        worker._thread.join(5)
+        assert worker.shutdown is not None
+
+
+def test_peers_survive_a_scheduler_that_is_killed(run_dir: Path) -> None:
+    """The sockets' files are left behind; the next scheduler takes over, the worker joins it."""
+    with worker_in(run_dir) as worker, FakeApi(run_dir) as api:
+        first = _scheduler_process(run_dir)
+        api.connect().wait_phase(Phase.READY)
+        before = api.welcome
+        assert before is not None
+        first.kill()
+        first.wait()
+        with scheduler_in(run_dir):
+            api.welcome = None
+            api.states.clear()
+            api.connect().wait_phase(Phase.READY)
+            assert api.welcome is not None
+            assert api.welcome.epoch != before.epoch
+            assert len(set(worker.epochs)) == 2
+            control(api)
+
+
+def _scheduler_process(run_dir: Path) -> subprocess.Popen[bytes]:
+    code = (
+        "import sys, pathlib; from freetoken.config import Config; "
+        "from freetoken.scheduler.process import run; "
+        "sys.exit(run(Config(run_dir=pathlib.Path(sys.argv[1]))))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code, str(run_dir)])
+
+
 def test_peers_of_another_protocol_or_role_are_refused(run_dir: Path) -> None:
     with scheduler_in(run_dir):
         with FakeApi(run_dir) as api:
@@ -334,12 +372,7 @@ def test_an_api_that_does_not_read_is_cut_off_and_the_rest_goes_on(
 
 
 def test_sigterm_ends_the_process_cleanly_and_tells_everyone(run_dir: Path) -> None:
-    code = (
-        "import sys, pathlib; from freetoken.config import Config; "
-        "from freetoken.scheduler.process import run; "
-        "sys.exit(run(Config(run_dir=pathlib.Path(sys.argv[1]))))"
-    )
-    scheduler = subprocess.Popen([sys.executable, "-c", code, str(run_dir)])
+    scheduler = _scheduler_process(run_dir)
     try:
         with worker_in(run_dir, WorkerScript(step_ms=5)) as worker, FakeApi(run_dir) as api:
             api.connect().wait_phase(Phase.READY)

@@ -13,6 +13,7 @@ from freetoken.wire.messages import (
     Failed,
     FinishReason,
     StepMode,
+    StepResult,
     Submit,
     pack_ids,
     unpack_ids,
@@ -164,7 +165,18 @@ def test_an_open_ended_request_runs_to_the_wall_beside_others_without_preempting
         ([-1], {}, "prompt"),
         ([1], {"max_tokens": 0}, "max_tokens"),
         ([1], {"logit_bias": ((256, 1.0),)}, "logit_bias"),
+        ([1], {"logit_bias": ((3, float("nan")),)}, "logit_bias"),
         ([1], {"seed": -1}, "seed"),
+        ([1], {"temperature": float("nan")}, "temperature"),
+        ([1], {"temperature": -0.1}, "temperature"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"top_p": 1.1}, "top_p"),
+        ([1], {"top_k": -1}, "top_k"),
+        ([1], {"min_p": 2.0}, "min_p"),
+        ([1], {"repetition_penalty": 0.0}, "repetition_penalty"),
+        ([1], {"presence_penalty": float("inf")}, "presence_penalty"),
+        ([1], {"min_tokens": -1}, "min_tokens"),
+        ([1], {"logprobs": 257}, "logprobs"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_by_field(
@@ -317,6 +329,48 @@ def test_a_preempted_row_finds_its_pages_in_the_tree() -> None:
     assert driver.text("young") == expect([3, 4], 13)
 
 
+def test_a_row_alone_waits_for_the_page_that_a_copy_still_locks() -> None:
+    """Pool of three pages: one row's own, one with the source of its copy, one more to come."""
+    driver = small(page_size=3, num_pages=3, max_rows=1, max_step_tokens=1)
+    driver.submit("a", [0], 8)
+    driver.run()
+    driver.submit("b", [0, 2, 0], 6)
+    driver.run()
+    assert driver.text("b") == expect([0, 2, 0], 6)
+
+
+def extending_row_preempted() -> Driver:
+    """`old` takes a page with each token until `young`, still extending, must leave; none of its
+    steps is in flight then."""
+    driver = small(page_size=1, num_pages=14, max_rows=3, max_step_tokens=1)
+    short_outputs(driver)
+    driver.submit("old", [1], 13)
+    driver.plan()
+    driver.apply()
+    driver.submit("young", [2, 3, 4, 5, 6, 7, 8, 9], 2)
+    driver.submit("follower", [2, 3, 4, 5, 6, 7, 8, 9], 2)
+    while not driver.gauge("preemptions"):
+        assert driver.plan() is not None
+        driver.apply()
+    assert not driver.text("young")
+    return driver
+
+
+def test_an_extending_row_is_preempted_between_its_chunks() -> None:
+    driver = extending_row_preempted()
+    driver.run()
+    assert driver.text("old") == expect([1], 13)
+    for name in ("young", "follower"):
+        assert driver.text(name) == expect([2, 3, 4, 5, 6, 7, 8, 9], 2)
+
+
+def test_followers_of_a_preempted_row_do_not_depend_on_it() -> None:
+    driver = extending_row_preempted()
+    driver.abort("young")
+    driver.run()
+    assert driver.text("follower") == expect([2, 3, 4, 5, 6, 7, 8, 9], 2)
+
+
 def test_thirty_two_requests_with_a_long_prefix_all_finish_in_a_small_pool() -> None:
     driver = small(page_size=4, num_pages=40, max_rows=16)
     for i in range(32):
@@ -418,9 +472,9 @@ def test_an_api_cannot_abort_what_belongs_to_another() -> None:
 def test_a_failed_step_fails_its_rows_and_keeps_their_pages_out_of_the_cache() -> None:
     driver = small(max_step_tokens=40)
     driver.submit("a", LONG, 3)
-    driver.plan()
+    driver.plan(fails=True)
     driver.submit("later", [9, 8], 3)
-    driver.fail_step()
+    driver.apply()
     assert driver.failed["a"].code == "step_failed"
     driver.run()
     assert driver.text("later") == expect([9, 8], 3)
@@ -431,25 +485,34 @@ def test_a_failed_step_fails_its_rows_and_keeps_their_pages_out_of_the_cache() -
     driver.scheduler.check_idle()
 
 
-def test_rows_of_a_failed_step_are_void_in_the_next_one() -> None:
-    driver = small()
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_rows_of_a_failed_step_are_void_in_the_next_one(page_size: int) -> None:
+    """What the next step says was computed for them rests on k/v that was never written."""
+    driver = small(page_size=page_size)
     driver.submit("a", [1, 2], 9)
-    driver.step()
     driver.plan()
+    driver.apply()
+    driver.plan(fails=True)
     driver.plan()
-    driver.fail_step()
+    driver.apply()
+    assert driver.failed["a"].code == "step_failed"
+    assert driver.gauge("pages_used") > 0
     text = driver.text("a")
     driver.run()
     assert driver.text("a") == text
-    assert driver.failed["a"].code == "step_failed"
     driver.scheduler.check_idle()
+    driver.submit("b", [1, 2, *expect([1, 2], 9)], 4)
+    driver.run()
+    assert driver.text("b") == expect([1, 2, *expect([1, 2], 9)], 4)
 
 
 def test_a_result_that_does_not_match_its_plan_fails_the_step() -> None:
     driver = small()
     driver.submit("a", [1, 2], 9)
     driver.plan()
-    driver.in_flight[0] = msgspec.structs.replace(driver.in_flight[0], row_ids=b"\7\0\0\0")
+    result = driver.in_flight[0]
+    assert isinstance(result, StepResult)
+    driver.in_flight[0] = msgspec.structs.replace(result, row_ids=b"\7\0\0\0")
     driver.apply()
     assert driver.failed["a"].code == "step_failed"
     driver.submit("b", [1, 2], 2)
@@ -461,7 +524,9 @@ def test_results_of_other_steps_have_no_effect() -> None:
     driver = small()
     driver.submit("a", [1, 2], 2)
     driver.plan()
-    stale = msgspec.structs.replace(driver.in_flight[0], step_id=77)
+    result = driver.in_flight[0]
+    assert isinstance(result, StepResult)
+    stale = msgspec.structs.replace(result, step_id=77)
     assert driver.scheduler.apply(stale, 0.0) is None
     assert driver.scheduler.fail_step(77, "late", 0.0) is None
     driver.run()

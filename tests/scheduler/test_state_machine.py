@@ -123,11 +123,10 @@ class Lives(RuleBasedStateMachine):
         self.driver.abort(request_id, self.api_of[request_id])
         assert self.driver.finish(request_id) == "abort"
 
-    @precondition(lambda self: self.driver.in_flight)
     @rule(chance=st.integers(0, 3))
-    def fail_step(self, chance: int) -> None:
+    def plan_what_will_fail(self, chance: int) -> None:
         if chance == 0:
-            self.driver.fail_step()
+            self.driver.plan(fails=True)
 
     @rule(api=st.sampled_from(APIS), chance=st.integers(0, 5))
     def lose_api(self, api: bytes, chance: int) -> None:
