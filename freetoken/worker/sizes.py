@@ -1,4 +1,4 @@
-"""What the memory plan is made from: the sizes of a model, and what was asked for. Plain numbers."""
+"""What the memory plan is made from: a model's sizes and what was asked for. Plain numbers."""
 
 from __future__ import annotations
 
