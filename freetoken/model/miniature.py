@@ -158,6 +158,8 @@ def _shrink_common(text: Any) -> None:
             continue
         if "intermediate_size" in name or "ffn_hidden_size" in name:
             setattr(text, name, min(value, FFN_SIZE))
+        elif "vocab_size" in name:
+            setattr(text, name, VOCAB_SIZE)
         elif name in ("sliding_window", "attention_chunk_size"):
             setattr(text, name, min(value, WINDOW))
         elif name.endswith("_token_id"):
