@@ -15,6 +15,9 @@ import torch.nn.functional as F
 
 from freetoken.kernels.ops import ExpertLinear, Gate, PostNorm
 
+# Up to so many pairs Python counts runs faster than torch: 1 µs against 4 for 16 pairs.
+FEW_PAIRS = 128
+
 
 def grouped_experts(
     hidden: torch.Tensor,
@@ -84,7 +87,7 @@ def group_by_expert(
     flat, pairs = ids.flatten().sort(stable=True)
     groups = []
     first = lo = 0
-    for expert, count in _runs(flat.tolist()):
+    for expert, count in _runs(flat):
         if 0 <= expert < num_experts:
             groups.append((expert, lo, lo + count))
             lo += count
@@ -93,8 +96,12 @@ def group_by_expert(
     return pairs[first : first + lo], groups
 
 
-def _runs(values: list[int]) -> list[tuple[int, int]]:
-    return [(value, len(list(run))) for value, run in groupby(values)]
+def _runs(values: torch.Tensor) -> list[tuple[int, int]]:
+    """(value, how often) of each run of equal values."""
+    if len(values) <= FEW_PAIRS:
+        return [(value, len(list(run))) for value, run in groupby(values.tolist())]
+    found, counts = torch.unique_consecutive(values, return_counts=True)
+    return list(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def _per_group(

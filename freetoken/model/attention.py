@@ -60,17 +60,19 @@ def attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls; see LayerAttention for the shapes.
 
-    The window is the argument, else the module's own; 0 and None mean none. qwen2_moe and phimoe
-    pass it only through the mask, which does not exist here.
+    The window is the argument `sliding_window`, if there is one, else the module's own; 0 and None
+    mean none. qwen2_moe and phimoe pass it only through the mask, which does not exist here;
+    exaone_moe passes None for its full layers, and their modules have a window.
     """
-    if sliding_window is None:
+    if "sliding_window" in others:
+        sliding_window = others["sliding_window"]
+    else:
         sliding_window = getattr(module, "sliding_window", None)
     attention = cast(LayerAttention, getattr(module, ATTENTION_ATTRIBUTE))
     scores = Scores(scaling, softcap, s_aux)

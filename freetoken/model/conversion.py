@@ -122,6 +122,24 @@ def read_sources(
     }
 
 
+class DtypePlan:
+    """transformers' dtype plan: some weights stay fp32, the others take the model's own type."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._types: dict[str, torch.dtype] = {k: t.dtype for k, t in model.state_dict().items()}
+        self._plan: dict[re.Pattern[str], torch.dtype] = {
+            re.compile(pattern.replace("*", ".*")): dtype
+            for pattern, dtype in model._get_dtype_plan(model.dtype).items()
+        }
+
+    def of(self, name: str) -> torch.dtype:
+        """The type of the model tensor `name`."""
+        for pattern, dtype in self._plan.items():
+            if pattern.search(name):
+                return dtype
+        return self._types[name]
+
+
 class _Planner:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -7,7 +7,6 @@ would queue every tensor and stack whole layers.
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import TensorReader, list_tensors, read_config, resolve_dtype
 from freetoken.model.conversion import (
     BankTarget,
+    DtypePlan,
     LoadPlan,
     Task,
     convert,
@@ -84,7 +84,7 @@ def _read_weights(
     plan: LoadPlan, model: PreTrainedModel, weights: Weights, progress: Progress
 ) -> None:
     reader = TensorReader()
-    dtypes = _Dtypes(model)
+    dtypes = DtypePlan(model)
     done, total, untrimmed = 0, plan.num_bytes, 0
     progress("loading", done, total)
     for task in plan.tasks:
@@ -144,20 +144,3 @@ def trim_heap() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class _Dtypes:
-    """transformers' dtype plan: some weights stay fp32, the others take the model's own type."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._types: dict[str, torch.dtype] = {k: t.dtype for k, t in model.state_dict().items()}
-        self._plan: dict[re.Pattern[str], torch.dtype] = {
-            re.compile(pattern.replace("*", ".*")): dtype
-            for pattern, dtype in model._get_dtype_plan(model.dtype).items()
-        }
-
-    def of(self, name: str) -> torch.dtype:
-        for pattern, dtype in self._plan.items():
-            if pattern.search(name):
-                return dtype
-        return self._types[name]

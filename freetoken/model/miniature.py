@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from freetoken.errors import ConfigError
 from freetoken.model.build import build_meta_model
 from freetoken.model.passes import find_decoder_layers
 
@@ -39,11 +38,12 @@ def miniatures(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for shrink in (_shrink_all, _shrink_proportionally, _shrink_vocabulary):
         for indices in _layer_choices(kinds):
             small = deepcopy(config)
-            _take_layers(small, indices, len(kinds))
-            shrink(small.get_text_config())
             try:
+                _take_layers(small, indices, len(kinds))
+                shrink(small.get_text_config())
                 model = build_meta_model(deepcopy(small), torch.float32)
-            except ConfigError:
+            except Exception:
+                # A config may refuse any change, with exceptions of its own.
                 continue
             if _num_bytes(model) <= MAX_BYTES and _has_kinds(model, kinds):
                 yield small
@@ -115,12 +115,20 @@ def _num_bytes(model: nn.Module) -> int:
 
 def _shrink_all(text: Any) -> None:
     """Hidden size independent of the heads, where the config says the head size."""
-    if getattr(text, "head_dim", None) is None:
+    if not _says_head_size(text):
         _shrink_proportionally(text)
         return
     _shrink_heads(text)
     _shrink_common(text)
     text.hidden_size = HIDDEN_SIZE
+
+
+def _says_head_size(text: Any) -> bool:
+    try:
+        return getattr(text, "head_dim", None) is not None
+    except Exception:
+        # Head sizes that differ by layer: transformers raises when asked for the one.
+        return True
 
 
 def _shrink_proportionally(text: Any) -> None:
@@ -150,6 +158,8 @@ def _shrink_common(text: Any) -> None:
             continue
         if "intermediate_size" in name or "ffn_hidden_size" in name:
             setattr(text, name, min(value, FFN_SIZE))
+        elif "vocab_size" in name:
+            setattr(text, name, VOCAB_SIZE)
         elif name in ("sliding_window", "attention_chunk_size"):
             setattr(text, name, min(value, WINDOW))
         elif name.endswith("_token_id"):

@@ -3,6 +3,8 @@
 A miniature of the model's own config gets random weights and runs through plain transformers and
 through our path: several rows in one flat batch, chunks past the window, a prefix hit, decode, and
 a pass. Whatever differs is refused, so no list of families is needed and nothing is served wrong.
+This is in fp32, where only the order of sums may differ. Then the steps are repeated in the type
+that is served, where roundings may differ, but not err by much more than transformers' own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from freetoken.errors import ConfigError, EngineError
 from freetoken.model.assemble import ExpertsMode, Weights, assemble
 from freetoken.model.build import build_meta_model
-from freetoken.model.checkpoint import read_config
+from freetoken.model.checkpoint import read_config, resolve_dtype
+from freetoken.model.conversion import DtypePlan
 from freetoken.model.miniature import VOCAB_SIZE, miniatures
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import measure_shape
@@ -28,22 +31,28 @@ from freetoken.model.trial import Part, Trial
 TOLERANCE = 1e-4
 ROW_LENGTHS = (23, 15, 9)
 SHARED_TOKENS = 6
+# In a type of fewer bits, how much more than transformers' own our error may be, against fp32.
+ERROR_FACTOR = 3.0
+ERROR_FLOOR = 0.02
 # Two experts may score so alike that the order of sums decides: then other weights are tried.
 SEEDS = (0, 1)
 
 
-def check_model(path: Path, *, experts: ExpertsMode) -> None:
+def check_model(path: Path, *, experts: ExpertsMode, dtype: str = "auto") -> None:
     """Check the model in `path`, reading its config only. Raises EngineError naming the class.
 
-    Takes about a second and at most MAX_BYTES of miniature, twice.
+    `dtype` is the option's value. Takes about a second and a few miniatures of memory.
     """
-    check_config(read_config(path), experts=experts)
+    config = read_config(path)
+    check_config(config, experts=experts, dtype=resolve_dtype(path, config, dtype))
 
 
-def check_config(config: PreTrainedConfig, *, experts: ExpertsMode) -> None:
+def check_config(
+    config: PreTrainedConfig, *, experts: ExpertsMode, dtype: torch.dtype = torch.float32
+) -> None:
     """Like check_model, for a config that is not on disk."""
     with _one_thread():
-        _check(config, experts)
+        _check(config, experts, dtype)
 
 
 @contextmanager
@@ -57,7 +66,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _check(config: PreTrainedConfig, experts: ExpertsMode) -> None:
+def _check(config: PreTrainedConfig, experts: ExpertsMode, dtype: torch.dtype) -> None:
     measure_shape(build_meta_model(deepcopy(config), torch.float32))
     name = config.model_type
     reasons = []
@@ -73,13 +82,16 @@ def _check(config: PreTrainedConfig, experts: ExpertsMode) -> None:
         failures = [_compare(small, plain, expected, experts)]
         for seed in SEEDS[1:]:
             if failures[-1] is None:
-                return
+                break
             _randomise(plain, seed)
             expected = [_plain_logits(plain, row) for row in _rows()]
             failures.append(_compare(small, plain, expected, experts))
-        if failures[-1] is None:
-            return
-        raise EngineError(f"{name} cannot be served: {failures[-1]}")
+        failure = failures[-1]
+        if failure is None and dtype != torch.float32:
+            failure = _compare_rounded(small, plain, expected, experts, dtype)
+        if failure is not None:
+            raise EngineError(f"{name} cannot be served: {failure}")
+        return
     raise EngineError(
         f"{name} cannot be checked against transformers: no small copy of its config runs"
         + "".join(f"; {reason}" for reason in reasons[-1:])
@@ -114,6 +126,43 @@ def _compare(
                     f"{TOLERANCE:.0e}) in {what}, row {row} of {len(ROW_LENGTHS)}"
                 )
     return None
+
+
+def _compare_rounded(
+    config: PreTrainedConfig,
+    plain: PreTrainedModel,
+    expected: list[torch.Tensor],
+    experts: ExpertsMode,
+    dtype: torch.dtype,
+) -> str | None:
+    """What is wrong with our path in `dtype`, or None; `expected` is in fp32."""
+    rounded = _plain_class(config, dtype)
+    rounded.load_state_dict(plain.state_dict())
+    try:
+        theirs = torch.cat([_plain_logits(rounded, row) for row in _rows()])
+    except Exception:
+        # Random weights need not fit into this type, nor transformers run in it: nothing to learn.
+        return None
+    try:
+        steps = _run_steps(_our_model(config, plain, experts, dtype))
+    except Exception as error:
+        return f"in {dtype} our path fails with {type(error).__name__}: {error}"
+    ours = torch.cat([steps[row] for row in range(len(ROW_LENGTHS))])
+    exact = torch.cat(expected)
+    allowed = ERROR_FACTOR * _token_error(theirs, exact) + ERROR_FLOOR
+    found = _token_error(ours, exact)
+    if found <= allowed:
+        return None
+    return f"in {dtype} logits err by {found:.1e} relative, allowed are {allowed:.1e}"
+
+
+def _token_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """The lower quartile over tokens of the relative error.
+
+    Not the mean: where two experts score alike, roundings pick one, and that token errs by much,
+    with those that attend to it.
+    """
+    return float(((got - exact).norm(dim=1) / exact.norm(dim=1)).quantile(0.25))
 
 
 def _run_steps(ours: ServedModel) -> dict[int, torch.Tensor]:
@@ -155,15 +204,21 @@ def _rows() -> list[torch.Tensor]:
     return rows
 
 
-def _plain_model(config: PreTrainedConfig) -> PreTrainedModel:
+def _plain_class(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         deepcopy(config),
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation="eager",
         experts_implementation="eager",
     )
+    model.eval()
+    return model
+
+
+def _plain_model(config: PreTrainedConfig) -> PreTrainedModel:
+    model = _plain_class(config, torch.float32)
     _randomise(model, SEEDS[0])
-    return model.eval()  # type: ignore[no-any-return]
+    return model
 
 
 @torch.inference_mode()
@@ -191,13 +246,17 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
 
 
 def _our_model(
-    config: PreTrainedConfig, plain: PreTrainedModel, experts: ExpertsMode
+    config: PreTrainedConfig,
+    plain: PreTrainedModel,
+    experts: ExpertsMode,
+    dtype: torch.dtype = torch.float32,
 ) -> ServedModel:
-    model = build_meta_model(deepcopy(config), torch.float32)
+    model = build_meta_model(deepcopy(config), dtype)
     shape = measure_shape(model)
     weights = Weights(model, experts, "cpu")
+    dtypes = DtypePlan(model)
     for name, tensor in plain.state_dict().items():
-        weights.put_whole(name, tensor)
+        weights.put_whole(name, tensor.to(dtypes.of(name)))
     weights.finish(frozenset())
     num_slots = max(1, shape.num_experts // 2) if experts == "slots" else None
     return assemble(

@@ -83,6 +83,15 @@ def test_group_by_expert_lists_every_kept_pair_once() -> None:
     assert pairs.tolist() == [1, 5, 0, 3]
 
 
+def test_group_by_expert_is_the_same_for_few_and_for_many_pairs() -> None:
+    ids = torch.randint(-1, 9, (500, 4), generator=torch.Generator().manual_seed(0))
+    pairs, groups = group_by_expert(ids, 8)
+    assert len(pairs) == int(((ids >= 0) & (ids < 8)).sum())
+    for expert, lo, hi in groups:
+        assert pairs[lo:hi].tolist() == torch.where(ids.flatten() == expert)[0].tolist()
+    assert [lo for _, lo, _ in groups] == [0, *(hi for _, _, hi in groups[:-1])]
+
+
 def test_weights_of_another_type_do_not_change_the_type_of_the_result() -> None:
     hidden = torch.ones(3, C, dtype=torch.bfloat16)
     views = {name: view.bfloat16() for name, view in make_views(False).items()}

@@ -176,11 +176,19 @@ def test_k_and_v_of_new_tokens_are_written_to_their_pages_and_nowhere_else() -> 
 
 
 @pytest.mark.parametrize(
-    ("argument", "own", "expected"),
-    [(7, None, 7), (None, 5, 5), (7, 5, 7), (None, None, None), (0, None, None), (None, 0, None)],
+    ("arguments", "own", "expected"),
+    [
+        ({"sliding_window": 7}, None, 7),
+        ({"sliding_window": 7}, 5, 7),
+        ({"sliding_window": None}, 5, None),
+        ({"sliding_window": 0}, 5, None),
+        ({}, 5, 5),
+        ({}, 0, None),
+        ({}, None, None),
+    ],
 )
-def test_window_is_the_argument_else_the_modules(
-    argument: int | None, own: int | None, expected: int | None
+def test_window_is_the_argument_if_given_else_the_modules(
+    arguments: dict[str, int | None], own: int | None, expected: int | None
 ) -> None:
     seen = []
 
@@ -193,5 +201,5 @@ def test_window_is_the_argument_else_the_modules(
     module.sliding_window = own
     module.freetoken_attention = attention
     x = torch.zeros(1, 1, 1, 1)
-    attention_forward(module, x, x, x, None, sliding_window=argument)
+    attention_forward(module, x, x, x, None, **arguments)
     assert seen == [expected]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from freetoken.errors import ConfigError, EngineError
@@ -24,8 +25,16 @@ def test_models_that_equal_transformers_pass(model_type: str, experts: ExpertsMo
     check_config(large(model_type), experts=experts)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "minimax_m2", "glm4_moe"])
+def test_models_pass_in_the_type_that_is_served(model_type: str, dtype: torch.dtype) -> None:
+    check_config(large(model_type, num_hidden_layers=4), experts="in-place", dtype=dtype)
+
+
 def test_check_reads_the_config_only(tmp_path: Path) -> None:
-    tiny.make_config("qwen2_moe").save_pretrained(tmp_path)
+    config = tiny.make_config("qwen2_moe")
+    config.dtype = "bfloat16"
+    config.save_pretrained(tmp_path)
     check_model(tmp_path, experts="in-place")
 
 
