@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from starlette.requests import Request
+
 from freetoken.api.engine import EngineClient
-from freetoken.api.http import Exchange
+from freetoken.api.http import JsonResponse
 from freetoken.wire.messages import Phase
 
 
@@ -15,25 +17,24 @@ class HealthEndpoint:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
-    async def live(self, exchange: Exchange) -> None:
-        await exchange.send_json(200, {"status": "live"})
+    async def live(self, request: Request) -> JsonResponse:
+        return JsonResponse({"status": "live"})
 
-    async def ready(self, exchange: Exchange) -> None:
+    async def ready(self, request: Request) -> JsonResponse:
         state = self._engine.state
         is_ready = state.phase is Phase.READY
-        await exchange.send_json(
-            200 if is_ready else 503,
-            {
-                "status": "ready" if is_ready else "unavailable",
-                "phase": state.phase.value,
-                "detail": state.detail,
-                "loaded_bytes": state.loaded_bytes,
-                "total_bytes": state.total_bytes,
-                "running": state.running,
-                "waiting": state.waiting,
-            },
-            None if is_ready else [("retry-after", "2")],
-        )
+        body = {
+            "status": "ready" if is_ready else "unavailable",
+            "phase": state.phase.value,
+            "detail": state.detail,
+            "loaded_bytes": state.loaded_bytes,
+            "total_bytes": state.total_bytes,
+            "running": state.running,
+            "waiting": state.waiting,
+        }
+        if is_ready:
+            return JsonResponse(body)
+        return JsonResponse(body, 503, {"retry-after": "2"})
 
-    async def version(self, exchange: Exchange) -> None:
-        await exchange.send_json(200, {"version": importlib.metadata.version("freetoken")})
+    async def version(self, request: Request) -> JsonResponse:
+        return JsonResponse({"version": importlib.metadata.version("freetoken")})
