@@ -79,6 +79,8 @@ class Answer:
             else:
                 body = await _whole(self._generation, self._form, record)
                 await JsonResponse(body, headers=self._headers)(scope, receive, send)
+        except ClientDisconnect:
+            pass  # nobody is left to answer
         finally:
             watcher.cancel()
             call.close()
@@ -113,7 +115,10 @@ class _EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.stream_response(send)
+        try:
+            await self.stream_response(send)
+        except OSError as error:  # how ASGI 2.4 says that the client is gone
+            raise ClientDisconnect from error
 
 
 async def _watch_disconnect(receive: Receive, call: Call) -> None:
