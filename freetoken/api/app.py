@@ -119,7 +119,7 @@ def _routes(served: Served, engine: EngineClient, metrics: Metrics) -> list[Rout
     chat = ChatEndpoint(served, engine)
     completion = CompletionEndpoint(served, engine)
     models = ModelsEndpoint(served, engine)
-    health = HealthEndpoint(engine)
+    health = HealthEndpoint(served, engine)
     return [
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
         Route("/v1/completions", completion.create, methods=["POST"]),

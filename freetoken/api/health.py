@@ -8,13 +8,18 @@ from starlette.requests import Request
 
 from freetoken.api.engine import EngineClient
 from freetoken.api.http import JsonResponse
+from freetoken.api.served import Served
 from freetoken.wire.messages import Phase
 
 
 class HealthEndpoint:
-    """Live: this process answers. Ready: the engine serves; else 503 with phase and bytes."""
+    """Live: this process answers. Ready: the engine serves; else 503 with phase and bytes.
 
-    def __init__(self, engine: EngineClient) -> None:
+    `context_tokens` is the effective context, null until it is known.
+    """
+
+    def __init__(self, served: Served, engine: EngineClient) -> None:
+        self._served = served
         self._engine = engine
 
     async def live(self, request: Request) -> JsonResponse:
@@ -25,6 +30,8 @@ class HealthEndpoint:
         is_ready = state.phase is Phase.READY
         body = {
             "status": "ready" if is_ready else "unavailable",
+            "model": self._served.names[0],
+            "context_tokens": self._engine.context_tokens,
             "phase": state.phase.value,
             "detail": state.detail,
             "loaded_bytes": state.loaded_bytes,
