@@ -6,7 +6,6 @@ From the outside in: `Recorder` (log line and metrics), errors to responses, the
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from freetoken import log
@@ -26,7 +25,7 @@ from freetoken.api.metrics import Metrics
 from freetoken.api.openai_chat import ChatEndpoint
 from freetoken.api.openai_completions import CompletionEndpoint
 from freetoken.api.openai_models import ModelsEndpoint
-from freetoken.api.record import Record, Recorder, record_of
+from freetoken.api.record import Recorder, record_of
 from freetoken.api.served import Served
 
 _log = log.get(__name__)
@@ -36,26 +35,16 @@ def build_app(served: Served, engine: EngineClient, api_key: str | None) -> Star
     """What uvicorn calls for each request."""
     metrics = Metrics(engine)
     routes = _routes(served, engine, metrics)
-
-    def observe(scope: Scope, status: int, record: Record, now_s: float) -> None:
-        # The route's path: a closed set whatever clients ask for.
-        found = (route.path_format for route in routes if route.matches(scope)[0] is not Match.NONE)
-        metrics.observe(next(found, "other"), status, record, now_s)
-
-    async def refuse_route(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return await refuse(request, _route_error(request, error, routes))
-
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Recorder, observe),
+            Middleware(Recorder, metrics, routes),
             # Not an exception_handler of Starlette's: for Exception it would raise again after the
             # answer, and the connection would be cut under the client's next request.
             Middleware(ExceptionMiddleware, handlers={Exception: refuse}),
             *([Middleware(KeyCheck, api_key)] if api_key else ()),
         ],
-        exception_handlers={HTTPException: refuse_route},
+        exception_handlers={HTTPException: refuse},
     )
     app.router.redirect_slashes = False  # a wrong path is told, not guessed
     return app
@@ -89,29 +78,32 @@ async def refuse(request: Request, error: Exception) -> Response:
     """The response for what an endpoint raised; what is no refusal is logged, too."""
     if isinstance(error, ClientDisconnect):
         raise error
+    if isinstance(error, HTTPException):
+        error = _route_error(request, error)
     told = to_api_error(error)
     record = record_of(request.scope)
     if told.code == "internal_error":
         _log.error(log.event("http.error", path=request.scope["path"]), exc_info=error)
     record.fields["error"] = told.code
-    headers = dict(told.headers())
+    headers = told.headers()
     if not record.is_body_read and not await discard_body(request):
         headers["connection"] = "close"
     return JsonResponse(told.body(), told.status, headers)
 
 
-def _route_error(request: Request, error: HTTPException, routes: Sequence[Route]) -> ApiError:
+def _route_error(request: Request, error: HTTPException) -> ApiError:
     """What the router raises: 404 names the paths there are, 405 the methods that would do."""
     path = request.scope["path"]
-    allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
     if error.status_code == 405:
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         return ApiError(
             405,
             f"{path} does not take {request.method}; use {allowed}",
             code="method_not_allowed",
             headers=(("allow", allowed),),
         )
-    known = ", ".join(sorted(route.path_format for route in routes))
+    routes = request.app.routes
+    known = ", ".join(sorted(route.path_format for route in routes if isinstance(route, Route)))
     return ApiError(error.status_code, f"no such path: {path}; there are {known}")
 
 

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from freetoken.api.engine import EngineClient
-from freetoken.api.record import Record
 from freetoken.wire.messages import Phase
 
 ENGINE_GAUGES = frozenset({"pages_free", "pages_cached", "pages_used", "running", "waiting"})
@@ -48,11 +47,12 @@ class Metrics:
             registry=self._registry,
         )
 
-    def observe(self, path: str, status: int, record: Record, now_s: float) -> None:
+    def observe(self, path: str, status: int, duration_s: float, ttft_s: float | None) -> None:
+        """Count a request that has ended."""
         self._requests.labels(path, status).inc()
-        self._seconds.labels(path).observe(now_s - record.started_s)
-        if record.first_token_s is not None:
-            self._ttft.observe(record.first_token_s - record.started_s)
+        self._seconds.labels(path).observe(duration_s)
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s)
 
     async def show(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

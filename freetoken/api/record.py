@@ -7,13 +7,15 @@ adds no task or queue to it. Endpoints add to the `Record` of their request.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from freetoken import log
+from freetoken.api.metrics import Metrics
 
 CLIENT_GONE = 499
 """In logs and metrics only: the client left before the answer ended (nginx's number)."""
@@ -27,7 +29,7 @@ class Record:
     """One request so far. `fields` go into its log line."""
 
     started_s: float = field(default_factory=time.monotonic)
-    first_token_s: float | None = None
+    ttft_s: float | None = None
     fields: dict[str, object] = field(default_factory=dict)
     status: int | None = None  # None until the response has begun
     is_body_read: bool = False
@@ -35,8 +37,8 @@ class Record:
 
     def mark_first_token(self) -> None:
         """The first output arrived now (kept if it did before)."""
-        if self.first_token_s is None:
-            self.first_token_s = time.monotonic()
+        if self.ttft_s is None:
+            self.ttft_s = time.monotonic() - self.started_s
 
 
 def record_of(scope: Scope) -> Record:
@@ -45,16 +47,13 @@ def record_of(scope: Scope) -> Record:
     return record
 
 
-Observe = Callable[[Scope, int, Record, float], None]
-"""Counts a request that ended: its scope, status, record, and the time in monotonic seconds."""
-
-
 class Recorder:
-    """Calls `observe` and logs `http.end` once for each request."""
+    """Counts each request and logs its `http.end`, once."""
 
-    def __init__(self, app: ASGIApp, observe: Observe) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[Route]) -> None:
         self._app = app
-        self._observe = observe
+        self._metrics = metrics
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = scope[_KEY] = Record()
@@ -80,15 +79,18 @@ class Recorder:
             self._note(scope, record)
 
     def _note(self, scope: Scope, record: Record) -> None:
-        now_s = time.monotonic()
         status = record.status if record.is_complete and record.status else CLIENT_GONE
-        self._observe(scope, status, record, now_s)
-        fields = dict(record.fields)
-        fields["status"] = status
-        fields["ms"] = (now_s - record.started_s) * 1000
-        if record.first_token_s is not None:
-            fields["ttft_ms"] = (record.first_token_s - record.started_s) * 1000
+        duration_s = time.monotonic() - record.started_s
+        self._metrics.observe(self._label(scope), status, duration_s, record.ttft_s)
+        fields = {**record.fields, "status": status, "ms": duration_s * 1000}
+        if record.ttft_s is not None:
+            fields["ttft_ms"] = record.ttft_s * 1000
         if scope["method"] == "POST":
             _log.info(log.event("http.end", **fields))
         else:
             _log.debug(log.event("http.end", path=scope["path"], **fields))
+
+    def _label(self, scope: Scope) -> str:
+        """The route's path: a closed set whatever clients ask for."""
+        matching = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        return next((route.path_format for route in matching), "other")
