@@ -29,6 +29,10 @@ serve: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(ARGS)
 
+# The model tests with the oldest transformers that pyproject.toml allows.
+test-oldest: $(VENV)-oldest/.dev
+	$(VENV)-oldest/bin/python -m pytest tests/model $(ARGS)
+
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -54,6 +58,12 @@ $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)-oldest/.dev: $(VENV)/.dev
+	$(PYTHON) -m venv --clear $(VENV)-oldest
+	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		-c constraints.txt -e '.[dev]' 'transformers==5.17.*'
 	@touch $@
 
 clean:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from freetoken.commands.process import wait_passively
 from freetoken.demo.build import ensure_demo
+
+wait_passively(os.environ)  # as the worker does; no test has loaded torch yet
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from freetoken.wire.sockets import Endpoints, make_run_dir
 PREFIX = "freetoken-"
 CONFIG = "config.toml"
 LAUNCHER_LOCK = "launcher.lock"
-SCHEDULER_LOCK = "scheduler.lock"
 SWEEP_AGE_S = 60.0
 """A younger directory without a held lock may be one that is being made."""
 
@@ -104,7 +103,7 @@ def write_private(path: Path, text: str) -> None:
 def _remove_contents(path: Path) -> None:
     for file in (
         *Endpoints.in_directory(path).paths(),
-        *(path / name for name in (CONFIG, SCHEDULER_LOCK, LAUNCHER_LOCK)),
+        *(path / name for name in (CONFIG, LAUNCHER_LOCK)),
     ):
         file.unlink(missing_ok=True)
 

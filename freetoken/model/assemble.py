@@ -151,6 +151,6 @@ def assemble(
             assert isinstance(bank, RowBank), "slots are filled from rows"
             attach_experts(module, SlotExperts(layer, bank, pool, grouped_experts, gate, norm))
     if device == "cpu":
-        speed_up_for_cpu(model)
+        speed_up_for_cpu(model, shape.dtype)
     model.requires_grad_(False)
     return ServedModel(model, shape, attention, find_decoder_layers(model), in_place, pool)

@@ -43,11 +43,18 @@ class FusedRMSNorm(nn.Module):
         return F.rms_norm(x, self._shape, self._weight, self._eps)
 
 
-def speed_up_for_cpu(model: nn.Module) -> None:
-    """Replace layers of `model`, which must be loaded, on the CPU, and in eval mode."""
+def speed_up_for_cpu(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace layers of `model`, which must be loaded, on the CPU, and in eval mode.
+
+    Only those whose weights have `dtype`, the type of the hidden states: some families keep a few
+    in fp32, and how types mix is their business.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and can_prepack(child.weight.dtype):
+            weight = getattr(child, "weight", None)
+            if not isinstance(weight, torch.Tensor) or weight.dtype != dtype:
+                continue
+            if type(child) is nn.Linear and can_prepack(dtype):
                 setattr(parent, name, PackedLinear(child))
             elif (fused := _fused_rms_norm(child)) is not None:
                 setattr(parent, name, fused)

@@ -6,8 +6,10 @@ would queue every tensor and stack whole layers.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,6 +31,8 @@ from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape, measure_shape
 
 Progress = Callable[[str, int, int], None]
+# Converted tensors live between banks and are freed at once; glibc keeps the holes.
+TRIM_BYTES = 256 << 20
 
 
 def read_shape(path: Path, dtype: str) -> ModelShape:
@@ -81,7 +85,7 @@ def _read_weights(
 ) -> None:
     reader = TensorReader()
     dtypes = _Dtypes(model)
-    done, total = 0, plan.num_bytes
+    done, total, untrimmed = 0, plan.num_bytes, 0
     progress("loading", done, total)
     for task in plan.tasks:
         dtype = dtypes.of(task.target)
@@ -90,8 +94,13 @@ def _read_weights(
                 weights.put(name, tensor)
         else:
             _fill_bank(task, task.bank, reader, model, weights, dtype)
+        untrimmed += task.num_bytes
+        if untrimmed >= TRIM_BYTES:
+            trim_heap()
+            untrimmed = 0
         done += task.num_bytes
         progress("loading", done, total)
+    trim_heap()
 
 
 def _fill_bank(
@@ -126,6 +135,15 @@ def _rows(task: Task, converted: dict[str, torch.Tensor], num_rows: int) -> torc
             f"{ {name: tuple(t.shape) for name, t in converted.items()} }"
         )
     return tensor
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system, where the C library can.
+
+    Loading 1.9 GB of experts left 0.6 GB of holes without it (glibc 2.36, 2026-12-01).
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Dtypes:

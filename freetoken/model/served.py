@@ -63,7 +63,8 @@ class ServedModel:
         """One on-demand step.
 
         ids: [T] int64 · logits_at: [n] int64, indices into the flat batch · returns [n, V] float32.
-        Writes k/v of all T tokens to the context's pools, which must hold finite values.
+        Writes k/v of all T tokens to the context's pools. What slots of other rows hold, even
+        infinities, has no influence.
         """
         self._attention.set_step(StepIndex(context))
         try:

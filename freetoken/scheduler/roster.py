@@ -6,7 +6,8 @@ scheduler; changes pages only through the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import insort
+from collections.abc import Iterable, Iterator
 
 from freetoken.scheduler.admission import LikelyOutput, WaitQueue
 from freetoken.scheduler.counters import Counters
@@ -48,6 +49,7 @@ class Roster:
 
     def admit(self) -> None:
         """Seat waiting requests, oldest first, while they fit. Nobody overtakes the oldest."""
+        headroom: int | None = None  # pages that the rows will likely take; computed once
         while self.ledger.num_free_rows and (head := self.queue.head()) is not None:
             if self._is_still_blocked(head):
                 return
@@ -56,16 +58,21 @@ class Roster:
             if leader is not None:
                 leader.followers.append(self.queue.set_aside())
                 head.state = State.FOLLOWING
-            elif not self._seat(head, match):
+                continue
+            if headroom is None:
+                headroom = self._headroom(self.running())
+            if not self._seat(head, match, headroom):
                 return
+            headroom += self._headroom([head])
 
-    def _seat(self, head: Request, match: Match) -> bool:
-        headroom = 0
+    def _headroom(self, rows: Iterable[Request]) -> int:
+        return self.likely.headroom_pages(rows, self.ledger.page_size)
+
+    def _seat(self, head: Request, match: Match, headroom: int) -> bool:
+        """Rows that run keep `headroom`, and `head` gets some itself; alone it needs none."""
         if self.num_running or self.leaving:
-            rows = [*self.running(), head]
-            headroom = self.likely.headroom_pages(rows, self.ledger.page_size)
-            headroom -= self.ledger.need(head.num_tokens).num_pages
-        verdict = self.ledger.seat(head, match, max(0, headroom))
+            headroom += self._headroom([head]) - self.ledger.need(head.num_tokens).num_pages
+        verdict = self.ledger.seat(head, match, headroom)
         assert not isinstance(verdict, Never), "submit accepted what can never fit"
         if isinstance(verdict, Later):
             assert verdict.resource is Resource.PAGES
@@ -75,7 +82,7 @@ class Roster:
         head.state = State.EXTENDING
         if head.cached_tokens is None:
             head.cached_tokens = head.cached_len
-        self.extending.append(head)
+        insort(self.extending, head, key=_order)
         self.computing.append(head)
         return True
 
@@ -141,7 +148,7 @@ class Roster:
         while not self.ledger.add_page(request):
             if self.leaving or self.ledger.num_copies:
                 return False
-            youngest = max(self.running(), key=lambda row: row.order)
+            youngest = max(self.running(), key=_order)
             assert self.num_running > 1, "a row alone does not fit"
             self._counters.preemptions += 1
             self.dismiss(youngest, requeues=True)
@@ -198,3 +205,7 @@ class Roster:
         assert all(row.state is State.LEAVING for row in self.leaving)
         assert all(row in self.computing for row in self.extending)
         self.ledger.check([*self.running(), *self.leaving])
+
+
+def _order(request: Request) -> tuple[float, int]:
+    return request.order

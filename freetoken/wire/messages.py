@@ -304,7 +304,10 @@ class Role(StrEnum):
 
 
 class Hello(_Message, frozen=True):
-    """The first message of a peer, and again when the scheduler's epoch has changed."""
+    """The first message of a peer, and again when the scheduler's epoch has changed.
+
+    `name` is new in every life of a process and the same in its beats.
+    """
 
     protocol: int
     role: Role

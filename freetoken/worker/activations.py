@@ -9,10 +9,8 @@ experts' inputs, gates and outputs. Per sampled row: the logits and what the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from freetoken.worker.memory import ModelSizes
+from freetoken.worker.sizes import ModelSizes
 
 FLOAT_BYTES = 4
 RESIDUAL_COPIES = 8  # residual, two norms in float32, attention and feed-forward outputs, sums

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from freetoken.errors import ConfigError
 from freetoken.worker.activations import StepSizes, price_activations, price_reach
+from freetoken.worker.sizes import ModelSizes, Request
 
 MIB = 1 << 20
 DEFAULT_CONTEXT_TOKENS = 32768
@@ -27,53 +28,6 @@ class ShortfallError(ConfigError):
     def __init__(self, message: str, short_bytes: int) -> None:
         super().__init__(message)
         self.short_bytes = short_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """What the plan needs of a model. Bytes are those of the loaded form."""
-
-    window: int
-    kv_widths: tuple[int, ...]  # elements of k and v of a token, per attention layer
-    element_bytes: int  # of k, v and activations
-    vocab_size: int
-    hidden_size: int
-    query_width: int  # elements of a token's queries in one layer
-    ffn_width: int  # of the widest dense feed-forward, 0 if there is none
-    expert_width: int  # of an expert's intermediate, 0 without experts
-    num_moe_layers: int
-    num_experts: int  # per layer
-    top_k: int
-    expert_bytes: int  # one expert of one layer
-    dense_bytes: int  # all other weights
-    max_gathered_keys: int  # of decode rows, in one layer at a time
-    max_scores: int  # attention scores that exist at a time, 0 if they never do
-
-    @property
-    def num_all_experts(self) -> int:
-        return self.num_moe_layers * self.num_experts
-
-    def kv_token_bytes(self) -> int:
-        """K/v of one token over all layers."""
-        return sum(self.kv_widths) * self.element_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The flags, as given. `has_slots`: experts are computed from slots, not in place."""
-
-    page_size: int
-    max_rows: int
-    max_step_tokens: int
-    has_slots: bool = False
-    context_tokens: int | None = None
-    num_tokens: int | None = None
-    num_pages: int | None = None
-    kv_reserve_tokens: int | None = None
-    max_seq_len_override: int | None = None
-    moe_cache_size: int | None = None
-    moe_cache_rate: float | None = None
-    automatic_pool_tokens: int | None = None  # the automatic pool is no larger than needed for this
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +200,7 @@ def _price_fixed(sizes: ModelSizes, request: Request) -> dict[str, int]:
     prices = {
         "weights": sizes.dense_bytes,
         "experts": sizes.num_all_experts * sizes.expert_bytes,
+        "libraries": sizes.library_bytes,
     }
     if request.has_slots:
         # A step or pass that needs more than the slots hold gets one layer's experts at a time.

@@ -28,9 +28,11 @@ from freetoken.wire.messages import (
     WorkerReady,
     pack_ids,
 )
+from freetoken.worker.budget import release_free_memory
 from freetoken.worker.link import Progress
-from freetoken.worker.memory import MemoryPlan, ModelSizes, Request, plan_memory
+from freetoken.worker.memory import MemoryPlan, plan_memory
 from freetoken.worker.runner import Limits, Model, Runner
+from freetoken.worker.sizes import ModelSizes, Request
 from freetoken.worker.threshold import on_demand_tokens
 
 WINDOWS_IN_POOL = 4
@@ -85,6 +87,7 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, report)
+        release_free_memory()
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
         assert sum(pool.nbytes for pool in (*pools.k, *pools.v)) == plan.prices["kv"]

@@ -46,7 +46,7 @@ def test_the_api_outlives_the_others_and_serves_again_when_they_are_back(
     assert answer.status_code == 503
     assert "error" in answer.json()
 
-    second = start("scheduler")
+    start("scheduler")
     await_status(url, 200, 20)
     assert worker.process.poll() is None, "it keeps its weights"
     assert complete(url)
@@ -59,7 +59,7 @@ def test_the_api_outlives_the_others_and_serves_again_when_they_are_back(
 
     third = start("scheduler")
     assert third.wait(20) == 2
-    assert f"another scheduler (pid {second.process.pid})" in third.last_line
+    assert "another scheduler is running" in third.last_line
     assert status_of(url) == 200
 
 

@@ -95,10 +95,10 @@ def test_a_request_crosses_all_three_processes(run_dir: Path) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused_while_a_small_one_runs(run_dir: Path) -> None:
-    script = WorkerScript(num_pages=8, step_ms=2)
+    script = WorkerScript(num_pages=8, step_ms=5)
     with scheduler_in(run_dir), worker_in(run_dir, script), FakeApi(run_dir) as api:
         api.connect().wait_phase(Phase.READY)
-        api.submit("small", [1, 2, 3], 20)
+        api.submit("small", [1, 2, 3], 90)
         api.submit("big", [1] * 200)
         api.wait_end("big", patience_s=1.0)
         assert not api.is_done("small")
@@ -107,7 +107,7 @@ def test_a_prompt_beyond_the_context_is_refused_while_a_small_one_runs(run_dir: 
         assert failed.message.startswith("prompt needs 200 tokens (13 pages of 16), the pool holds")
         assert "big" not in api.accepted
         api.wait_end("small")
-        assert api.text("small") == expect([1, 2, 3], 20)
+        assert api.text("small") == expect([1, 2, 3], 90)
         control(api)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from freetoken.model.context import KvPools, StepContext
-from freetoken.worker.memory import ModelSizes
+from freetoken.worker.sizes import ModelSizes
 from freetoken.worker.startup import ReportBytes
 
 VOCAB_SIZE = 97
@@ -130,6 +130,7 @@ def fake_sizes(**changes: int) -> ModelSizes:
         "dense_bytes": 8,
         "max_gathered_keys": 0,
         "max_scores": 0,
+        "library_bytes": 0,
     }
     return ModelSizes(**(values | changes))
 

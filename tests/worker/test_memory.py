@@ -9,13 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freetoken.errors import ConfigError
-from freetoken.worker.memory import (
-    DEFAULT_CONTEXT_TOKENS,
-    ModelSizes,
-    Request,
-    ShortfallError,
-    plan_memory,
-)
+from freetoken.worker.memory import DEFAULT_CONTEXT_TOKENS, ShortfallError, plan_memory
+from freetoken.worker.sizes import ModelSizes, Request
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -36,6 +31,7 @@ QWEN_30B = ModelSizes(
     dense_bytes=3 * GIB,
     max_gathered_keys=1000,
     max_scores=0,
+    library_bytes=0,
 )
 SMALL = dataclasses.replace(
     QWEN_30B,
