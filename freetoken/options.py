@@ -55,7 +55,7 @@ class Resolved:
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of printing usage and exiting."""
 
-    def __init__(self, prog: str, description: str, epilog: str = SOURCES_HELP) -> None:
+    def __init__(self, prog: str, description: str, epilog: str | None = SOURCES_HELP) -> None:
         super().__init__(prog, description=description, epilog=epilog, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
@@ -64,33 +64,29 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Like parse_args; `--page_size` is understood, the unknown is refused by name."""
         known = [option for action in self._actions for option in action.option_strings]
-        spaced = [_dashed(argument) for argument in argv]
-        unknown_first = [name for name in _flag_names(spaced) if name not in known]
-        if unknown_first and not any(help_flag in spaced for help_flag in ("-h", "--help")):
-            name = unknown_first[0]
-            raise ConfigError(f"unknown option {name}{suggest(name, known)}")
-        args, rest = self.parse_known_args(spaced)
+        end = argv.index("--") if "--" in argv else len(argv)  # what follows is no option
+        dashed = [_dashed(argument) for argument in argv[:end]]
+        names = [argument.partition("=")[0] for argument in dashed if _is_flag(argument)]
+        unknown = [name for name in names if name not in known]
+        if unknown and not any(help_flag in dashed for help_flag in ("-h", "--help")):
+            raise ConfigError(f"unknown option {unknown[0]}{suggest(unknown[0], known)}")
+        args, rest = self.parse_known_args([*dashed, *argv[end:]])
         if rest:
             raise ConfigError(f"unexpected argument {rest[0]!r} (see {self.prog} --help)")
         return args
 
 
 def _dashed(argument: str) -> str:
-    if not argument.startswith("--"):
+    if not argument.startswith("--") or not _is_flag(argument):
         return argument
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
 
 
-def _flag_names(argv: Sequence[str]) -> list[str]:
-    """What looks like an option in `argv`, up to a bare `--`; numbers such as -5 are values."""
-    names = []
-    for argument in argv:
-        if argument == "--":
-            break
-        if argument.startswith("-") and len(argument) > 1 and not argument[1:2].isdigit():
-            names.append(argument.partition("=")[0])
-    return names
+def _is_flag(argument: str) -> bool:
+    """What argparse takes for an option; numbers such as -5 are values, `- a list` is text."""
+    name = argument.partition("=")[0]
+    return name[:1] == "-" and len(name) > 1 and not name[1].isdigit() and " " not in name
 
 
 # ---------------------------------------------------------------- the command line

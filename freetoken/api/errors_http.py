@@ -51,11 +51,11 @@ class ApiError(FreeTokenError):
             "server_error" if self.status >= 500 else "invalid_request_error"
         )
 
-    def headers(self) -> list[tuple[str, str]]:
+    def headers(self) -> dict[str, str]:
         """Headers beyond the content's own; Retry-After in whole seconds (RFC 9110, 10.2.3)."""
-        extra = list(self._headers)
+        extra = dict(self._headers)
         if self.retry_after_s is not None:
-            extra.append(("retry-after", str(max(1, math.ceil(self.retry_after_s)))))
+            extra["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         return extra
 
     def body(self) -> dict[str, Any]:

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from starlette.requests import Request
+
 from freetoken.api.engine import EngineClient
-from freetoken.api.http import Exchange
+from freetoken.api.http import JsonResponse
+from freetoken.api.served import Served
 from freetoken.wire.messages import Phase
 
 
 class HealthEndpoint:
-    """Live: this process answers. Ready: the engine serves; else 503 with phase and bytes."""
+    """Live: this process answers. Ready: the engine serves; else 503 with phase and bytes.
 
-    def __init__(self, engine: EngineClient) -> None:
+    `context_tokens` is the effective context, null until it is known.
+    """
+
+    def __init__(self, served: Served, engine: EngineClient) -> None:
+        self._served = served
         self._engine = engine
 
-    async def live(self, exchange: Exchange) -> None:
-        await exchange.send_json(200, {"status": "live"})
+    async def live(self, request: Request) -> JsonResponse:
+        return JsonResponse({"status": "live"})
 
-    async def ready(self, exchange: Exchange) -> None:
+    async def ready(self, request: Request) -> JsonResponse:
         state = self._engine.state
         is_ready = state.phase is Phase.READY
-        await exchange.send_json(
-            200 if is_ready else 503,
-            {
-                "status": "ready" if is_ready else "unavailable",
-                "phase": state.phase.value,
-                "detail": state.detail,
-                "loaded_bytes": state.loaded_bytes,
-                "total_bytes": state.total_bytes,
-                "running": state.running,
-                "waiting": state.waiting,
-            },
-            None if is_ready else [("retry-after", "2")],
-        )
+        body = {
+            "status": "ready" if is_ready else "unavailable",
+            "model": self._served.names[0],
+            "context_tokens": self._engine.context_tokens,
+            "phase": state.phase.value,
+            "detail": state.detail,
+            "loaded_bytes": state.loaded_bytes,
+            "total_bytes": state.total_bytes,
+            "running": state.running,
+            "waiting": state.waiting,
+        }
+        if is_ready:
+            return JsonResponse(body)
+        return JsonResponse(body, 503, {"retry-after": "2"})
 
-    async def version(self, exchange: Exchange) -> None:
-        await exchange.send_json(200, {"version": importlib.metadata.version("freetoken")})
+    async def version(self, request: Request) -> JsonResponse:
+        return JsonResponse({"version": importlib.metadata.version("freetoken")})

@@ -9,9 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
 
 from freetoken.api.engine import EngineClient
-from freetoken.api.http import Exchange
 from freetoken.wire.messages import Phase
 
 ENGINE_GAUGES = frozenset({"pages_free", "pages_cached", "pages_used", "running", "waiting"})
@@ -46,15 +47,15 @@ class Metrics:
             registry=self._registry,
         )
 
-    def observe(self, path: str, status: int, exchange: Exchange, now_s: float) -> None:
+    def observe(self, path: str, status: int, duration_s: float, ttft_s: float | None) -> None:
+        """Count a request that has ended."""
         self._requests.labels(path, status).inc()
-        self._seconds.labels(path).observe(now_s - exchange.started_s)
-        if exchange.first_token_s is not None:
-            self._ttft.observe(exchange.first_token_s - exchange.started_s)
+        self._seconds.labels(path).observe(duration_s)
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s)
 
-    async def __call__(self, exchange: Exchange) -> None:
-        body = generate_latest(self._registry)
-        await exchange.send_bytes(200, body, CONTENT_TYPE_LATEST.encode())
+    async def show(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class _EngineFigures(Collector):

@@ -6,14 +6,16 @@ import asyncio
 import secrets
 from typing import Any
 
-from freetoken.api.answer import answer, event, now_s
+from starlette.requests import Request
+
+from freetoken.api.answer import Answer, event, now_s
 from freetoken.api.chat_messages import check_messages
 from freetoken.api.chat_template import RESERVED
 from freetoken.api.choice import Piece
 from freetoken.api.engine import EngineClient
 from freetoken.api.errors_http import invalid
 from freetoken.api.generation import Prompt, start
-from freetoken.api.http import Exchange, encode_json
+from freetoken.api.http import encode_json, read_json
 from freetoken.api.openai_logprobs import chat_logprobs
 from freetoken.api.openai_sampling import check_prompt_ids
 from freetoken.api.openai_schema import ChatRequest, parse
@@ -28,20 +30,14 @@ class ChatEndpoint:
         self._served = served
         self._engine = engine
 
-    async def __call__(self, exchange: Exchange) -> None:
-        request = parse(await exchange.read_json(), ChatRequest)
+    async def create(self, http_request: Request) -> Answer:
+        request = parse(await read_json(http_request), ChatRequest)
         name = self._served.check_name(request.model)
         ids = await self._prompt_ids(request)
         form = ChatFormat(name, request, self._served.tokenizer)
         prompt = Prompt(ids, is_continued=False)
         generation = start(request, [prompt], form.request_id, self._served, self._engine)
-        await answer(
-            exchange,
-            generation,
-            form,
-            is_streaming=bool(request.stream),
-            with_usage=form.with_usage,
-        )
+        return Answer(generation, form, is_streaming=bool(request.stream))
 
     async def _prompt_ids(self, request: ChatRequest) -> list[int]:
         template = self._served.template

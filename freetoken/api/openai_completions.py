@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from freetoken.api.answer import answer, event, now_s
+from starlette.requests import Request
+
+from freetoken.api.answer import Answer, event, now_s
 from freetoken.api.choice import Piece
 from freetoken.api.engine import EngineClient
 from freetoken.api.errors_http import invalid
 from freetoken.api.generation import Prompt, start
-from freetoken.api.http import Exchange, encode_json
+from freetoken.api.http import encode_json, read_json
 from freetoken.api.openai_logprobs import completion_logprobs
 from freetoken.api.openai_sampling import check_prompt_ids
 from freetoken.api.openai_schema import CompletionRequest, parse
@@ -25,8 +27,8 @@ class CompletionEndpoint:
         self._served = served
         self._engine = engine
 
-    async def __call__(self, exchange: Exchange) -> None:
-        request = parse(await exchange.read_json(), CompletionRequest)
+    async def create(self, http_request: Request) -> Answer:
+        request = parse(await read_json(http_request), CompletionRequest)
         name = self._served.check_name(request.model)
         prompts = [
             Prompt(await self._ids(prompt), is_continued=True)
@@ -34,13 +36,7 @@ class CompletionEndpoint:
         ]
         form = CompletionFormat(name, request, self._served.tokenizer)
         generation = start(request, prompts, form.request_id, self._served, self._engine)
-        await answer(
-            exchange,
-            generation,
-            form,
-            is_streaming=bool(request.stream),
-            with_usage=form.with_usage,
-        )
+        return Answer(generation, form, is_streaming=bool(request.stream))
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
         ids = prompt

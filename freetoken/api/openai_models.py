@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
+
 from freetoken.api.engine import EngineClient
-from freetoken.api.http import Exchange
+from freetoken.api.http import JsonResponse
 from freetoken.api.served import Served
 
 
@@ -16,12 +18,12 @@ class ModelsEndpoint:
         self._served = served
         self._engine = engine
 
-    async def list_all(self, exchange: Exchange) -> None:
+    async def list_all(self, request: Request) -> JsonResponse:
         models = [self._model(name) for name in self._served.names]
-        await exchange.send_json(200, {"object": "list", "data": models})
+        return JsonResponse({"object": "list", "data": models})
 
-    async def get_one(self, exchange: Exchange) -> None:
-        await exchange.send_json(200, self._model(self._served.check_name(exchange.tail)))
+    async def get_one(self, request: Request) -> JsonResponse:
+        return JsonResponse(self._model(self._served.check_name(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {

@@ -22,7 +22,7 @@ import uvloop
 import zmq
 
 from freetoken import log
-from freetoken.api.app import App
+from freetoken.api.app import build_app
 from freetoken.api.engine import EngineClient
 from freetoken.api.listen import BACKLOG, bind_sockets, url_of
 from freetoken.api.served import Served, load_served
@@ -90,7 +90,7 @@ class ApiServer:
         self._engine = EngineClient(context, self._endpoints, self._die)
         self._server = _Server(
             uvicorn.Config(
-                App(self._served, self._engine, self._api_key),
+                build_app(self._served, self._engine, self._api_key),
                 http="httptools",
                 lifespan="off",
                 ws="none",

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from freetoken.api.client import ChatClient, ClientError, Message
+from freetoken.options import Parser
 
 DEFAULT_URL = "http://127.0.0.1:1919"
 STOPPED = 130
@@ -28,7 +29,7 @@ _CONTROL = {code: None for code in (*range(32), *range(0x7F, 0xA0)) if chr(code)
 
 def run(argv: list[str]) -> int:
     """The command with its arguments; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse(argv)
     write = _writer()
     try:
         client = ChatClient(args.url, args.api_key)
@@ -109,9 +110,9 @@ def converse(chat: Chat, read_line: Callable[[str], str], write: Write) -> None:
         write("\n\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ft chat", description="Chat with an OpenAI-compatible server in the terminal."
+def _parser() -> Parser:
+    parser = Parser(
+        "ft chat", "Chat with an OpenAI-compatible server in the terminal.", epilog=None
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="answer this and end")
     parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,12 @@ from freetoken.demo.build import ensure_demo
 from freetoken.demo.once import show_bytes
 from freetoken.demo.recipe import WHAT_IT_IS
 from freetoken.demo.source import SMOLLM2_WHEEL
+from freetoken.options import Parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Progress goes to stderr, the result to stdout. EngineError if it cannot be built."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse(argv)
     path = ensure_demo(
         wheel=options.wheel,
         force=options.force,
@@ -34,9 +34,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ft demo", description=f"Build the demo model, once, in the cache: {WHAT_IT_IS}."
+def _parser() -> Parser:
+    parser = Parser(
+        "ft demo", f"Build the demo model, once, in the cache: {WHAT_IT_IS}.", epilog=None
     )
     parser.add_argument(
         "--wheel",

@@ -64,7 +64,7 @@ def serve(config: Config, found: checkpoint.Checkpoint, report: Report) -> None:
     with rundir.launcher_dir(config.run_dir) as run_dir:
         path = run_dir / rundir.CONFIG
         rundir.write_private(path, dump(config.model_copy(update={"run_dir": run_dir})))
-        poller = HealthPoller(config.host, config.port, config.api_key)
+        poller = HealthPoller(config.host, config.port)
         supervisor = Supervisor(
             [make_room(name, path) for name in ROOMS],
             env=child_environment(os.environ),

@@ -16,7 +16,7 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """An answer of /health/ready; once ready, model and context are those of /v1/models."""
+    """An answer of /health/ready; `context_tokens` is 0 until the worker knows it."""
 
     is_ready: bool
     phase: Phase
@@ -30,16 +30,12 @@ class Health:
 class HealthPoller:
     """Keeps the latest answer in `latest`; None while nobody answers."""
 
-    def __init__(
-        self, host: str, port: int, api_key: str | None, *, busy_s: float = 0.1, calm_s: float = 1.0
-    ) -> None:
+    def __init__(self, host: str, port: int, *, busy_s: float = 0.1, calm_s: float = 1.0) -> None:
         self.latest: Health | None = None
         self._host = WILDCARDS.get(host, host)
         self._port = port
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._busy_s = busy_s
         self._calm_s = calm_s
-        self._model = ("", 0)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
@@ -57,39 +53,25 @@ class HealthPoller:
             self._stopping.wait(self._calm_s if is_calm else self._busy_s)
 
     def _ask(self) -> Health | None:
-        try:
-            status, body = self._get("/health/ready")
-            if status == 200 and not self._model[0]:
-                _, models = self._get("/v1/models")
-                self._model = read_model(models)
-            return read_health(status, body, *self._model)
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
-            return None
-
-    def _get(self, path: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
         try:
-            connection.request("GET", path, headers=self._headers)
+            connection.request("GET", "/health/ready")
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            return read_health(response.status, json.loads(response.read()))
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            return None
         finally:
             connection.close()
 
 
-def read_model(body: Any) -> tuple[str, int]:
-    """Name and effective context of the first model of /v1/models; raises as `read_health`."""
-    first = body["data"][0]
-    return str(first["id"]), int(first["max_model_len"])
-
-
-def read_health(status: int, body: Any, model: str = "", context_tokens: int = 0) -> Health:
+def read_health(status: int, body: Any) -> Health:
     """ValueError, LookupError or TypeError if `body` is no answer of ours."""
     return Health(
         is_ready=status == 200,
         phase=Phase(body["phase"]),
-        detail=str(body.get("detail", "")),
-        loaded_bytes=int(body.get("loaded_bytes", 0)),
-        total_bytes=int(body.get("total_bytes", 0)),
-        context_tokens=context_tokens,
-        model=model,
+        detail=str(body["detail"]),
+        loaded_bytes=int(body["loaded_bytes"]),
+        total_bytes=int(body["total_bytes"]),
+        context_tokens=int(body["context_tokens"] or 0),
+        model=str(body["model"]),
     )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from freetoken.api.app import build_app
 from freetoken.api.http import MAX_BODY_BYTES
 from freetoken.api.metrics import ENGINE_GAUGES
+from freetoken.api.served import load_served
 from freetoken.api.tokenizer import Tokenizer
 from freetoken.scheduler.counters import GAUGES
 from freetoken.wire.messages import EngineState, Phase
@@ -57,9 +62,11 @@ def test_ready_tells_phase_and_bytes_while_loading_and_live_stays_200(
     assert body["phase"] == "loading"
     assert body["detail"] == "reading shard 2 of 4"
     assert (body["loaded_bytes"], body["total_bytes"]) == (512, 2048)
+    assert (body["model"], body["context_tokens"]) == ("tiny", None)
     assert http.get("/health").status_code == 503
     assert http.get("/health/live").status_code == 200
-    assert wait_phase(api, fake, ready()).json()["status"] == "ready"
+    body = wait_phase(api, fake, ready()).json()
+    assert (body["status"], body["model"], body["context_tokens"]) == ("ready", "tiny", 1024)
 
 
 def test_requests_while_loading_are_503_with_the_progress(
@@ -92,6 +99,9 @@ def test_unknown_paths_and_methods_have_openais_error_shape(http: httpx.Client) 
     assert response.json()["error"]["code"] == "method_not_allowed"
     assert http.post("/v1/models", json={}).status_code == 405
     assert http.get("/v1/models/").status_code == 404
+    slashed = http.post("/v1/completions/", json={"prompt": "a"})
+    assert slashed.status_code == 404  # told, not redirected
+    assert "/v1/completions" in slashed.json()["error"]["message"]
 
 
 def test_head_is_taken_where_get_is(http: httpx.Client) -> None:
@@ -111,6 +121,48 @@ def test_a_body_beyond_the_limit_is_413_and_the_next_request_works(
     chunked = http.post("/v1/chat/completions", content=iter([big]))
     assert chunked.status_code == 413
     assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_a_refused_client_that_waits_for_our_word_is_answered_and_its_connection_closed(
+    api: RunningApi, fake: FakeScheduler
+) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(
+            b"POST /nowhere HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n"
+            b"content-length: 7\r\n\r\n"
+        )
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b"connection: close" in answer
+
+
+class BrokenEngine:
+    @property
+    def state(self) -> EngineState:
+        raise ZeroDivisionError("a secret")
+
+
+def test_an_internal_error_is_logged_and_a_500_that_tells_nothing_and_keeps_the_connection(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = build_app(load_served(model_dir, ()), BrokenEngine(), None)
+
+    async def get() -> httpx.Response:
+        # Raises what the server would see, and cut the connection for.
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get("/health/ready")
+
+    with caplog.at_level(logging.ERROR, "freetoken"):
+        response = asyncio.run(get())
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert [record.getMessage() for record in caplog.records] == ["http.error path=/health/ready"]
+    assert "a secret" in caplog.text
 
 
 def test_metrics_count_requests_and_show_the_engines_counters(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import socket
 
@@ -35,8 +36,13 @@ def check_still_serving(http: httpx.Client, fake: FakeScheduler, tokenizer: Toke
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["before it is accepted", "before a token", "after a token"])
-def test_leaving_aborts_each_sequence_once(
-    api: RunningApi, fake: FakeScheduler, tokenizer: Tokenizer, stream: bool, when: str
+def test_leaving_aborts_each_sequence_once_and_is_no_error(
+    api: RunningApi,
+    fake: FakeScheduler,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+    when: str,
 ) -> None:
     fake.reply = (lambda submit: []) if when == "before it is accepted" else accept_only
     connection = post_raw(api, {"stream": stream, "n": 2})
@@ -52,6 +58,7 @@ def test_leaving_aborts_each_sequence_once(
     assert sorted(fake.aborts) == sorted(submit.request_id for submit in fake.submits)
     check_still_serving(api.http, fake, tokenizer)
     assert len(fake.aborts) == 2
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_two_hundred_departures_at_random_leave_nothing_open(

@@ -19,6 +19,7 @@ import pytest
 from freetoken.api.client import ChatClient, ClientError
 from freetoken.api.tokenizer import Tokenizer
 from freetoken.commands.chat import Chat, converse, run
+from freetoken.errors import ConfigError
 from freetoken.wire.messages import FinishReason, Submit, unpack_ids
 from tests.api import conftest
 from tests.api.fake_scheduler import FakeScheduler, Reply, accept_only, delta, saying
@@ -141,6 +142,31 @@ def test_errors_are_one_clear_line(
     assert "is no URL" in capsys.readouterr().err
     assert run(["--url", api.url, "  "]) == 1
     assert "empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--temprature", "0", "Hello"], "unknown option --temprature, did you mean --temperature"),
+        (["--max-token=5", "Hello"], "unknown option --max-token, did you mean --max-tokens"),
+        (["--seed", "x", "Hello"], "--seed: invalid int value: 'x'"),
+        (["Hello", "you"], "unexpected argument 'you'"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [["- a list_of things"], ["--", "--no_flag"], ["--max_tokens", "5", "--", "-x"]]
+)
+def test_a_prompt_may_begin_with_dashes(
+    api: RunningApi, fake: FakeScheduler, tokenizer: Tokenizer, argv: list[str]
+) -> None:
+    fake.reply = answering(tokenizer, "ok")
+    assert run(["--url", api.url, *argv]) == 0
+    assert f"user\n{argv[-1]}<|im_end|>" in prompt_of(tokenizer, fake.submits[0])
 
 
 def test_an_error_in_a_conversation_does_not_end_it(

@@ -1,6 +1,6 @@
 """A stand-in for a room: `fake_room.py NAME PORT BEHAVIOUR --config X --launcher-pid PID`.
 
-The api answers /health/ready and /v1/models; the others wait. BEHAVIOUR: `well`; `deaf` ignores
+The api answers /health/ready; the others wait. BEHAVIOUR: `well`; `deaf` ignores
 SIGTERM; `orphanable` starts a child of its own; `refuses` ends with a configuration error;
 `crashes` with a traceback; `busy` holds the interpreter in C code that never lets go of it.
 """
@@ -18,11 +18,8 @@ from freetoken.launcher import guard
 
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            answer: dict[str, object] = {"data": [{"id": "fake", "max_model_len": 64}]}
-        else:
-            answer = {"phase": "ready", "detail": ""}
-        body = json.dumps(answer).encode()
+        sizes = {"loaded_bytes": 0, "total_bytes": 0, "context_tokens": 64}
+        body = json.dumps({"phase": "ready", "detail": "", "model": "fake", **sizes}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -21,7 +21,7 @@ def main() -> int:
     port, base = sys.argv[1:3]
     behaviours = dict(argument.split("=") for argument in sys.argv[3:])
     log.setup("launcher")
-    poller = HealthPoller("127.0.0.1", int(port), None, busy_s=0.05, calm_s=0.1)
+    poller = HealthPoller("127.0.0.1", int(port), busy_s=0.05, calm_s=0.1)
     rooms = [
         Room(
             f"freetoken-{name}",

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from freetoken.launcher.child import explain_exit
-from freetoken.launcher.health import Health, read_health, read_model
+from freetoken.launcher.health import Health, read_health
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report, base_url, curl_line, describe_server, show_bytes
 from freetoken.wire.messages import Phase
@@ -123,17 +123,16 @@ def test_an_end_is_explained_by_the_process_s_own_last_word(
 
 
 def test_health_is_read_strictly_enough_to_know_our_own_answers() -> None:
-    body = {"phase": "loading", "detail": "x", "loaded_bytes": 1, "total_bytes": 2}
+    sizes = {"loaded_bytes": 1, "total_bytes": 2, "context_tokens": None}
+    body = {"phase": "loading", "detail": "x", "model": "a", **sizes}
     assert read_health(503, body) == Health(
-        is_ready=False, phase=Phase.LOADING, detail="x", loaded_bytes=1, total_bytes=2
+        is_ready=False, phase=Phase.LOADING, detail="x", loaded_bytes=1, total_bytes=2, model="a"
     )
-    for wrong in ({"phase": "?"}, {}, [], None, "x", {"phase": "ready", "loaded_bytes": None}):
+    ready = {**body, "phase": "ready", "context_tokens": 7}
+    assert read_health(200, ready) == Health(True, Phase.READY, "x", 1, 2, 7, "a")
+    for wrong in ({**body, "phase": "?"}, {}, [], None, "x", {**body, "loaded_bytes": None}):
         with pytest.raises((ValueError, LookupError, TypeError)):
             read_health(200, wrong)
-
-
-def test_name_and_context_are_those_of_the_first_model() -> None:
-    assert read_model({"data": [{"id": "a", "max_model_len": 7}, {"id": "b"}]}) == ("a", 7)
 
 
 def test_without_a_service_manager_nothing_is_sent_and_nothing_fails() -> None:
