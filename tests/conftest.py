@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from freetoken.commands.process import wait_passively
 from freetoken.demo.build import ensure_demo
 
-wait_passively(os.environ)  # as the worker does; no test has loaded torch yet
+# Several processes share the cores here: OpenMP threads that spin at barriers would hold each other
+# up (30 times slower seen on two cores). Read when torch is loaded, by us and by child processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")
