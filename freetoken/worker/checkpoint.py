@@ -36,15 +36,22 @@ class CheckpointSource:
         return sizes_of(self._shape)
 
     def check(self, experts: ExpertsMode) -> None:
-        check_model(self._path, experts=experts)
+        check_model(self._path, experts=experts, dtype=self._dtype)
 
-    def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> ServedModel:
+    def load(
+        self,
+        experts: ExpertsMode,
+        num_slots: int | None,
+        context_tokens: int,
+        report: ReportBytes,
+    ) -> ServedModel:
         return load_model(
             self._path,
             dtype=self._dtype,
             device=str(self._device),
             experts=experts,
             num_slots=num_slots,
+            context_tokens=context_tokens,
             progress=report,
         )
 

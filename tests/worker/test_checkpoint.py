@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from freetoken.config import Config
-from freetoken.errors import ConfigError
+from freetoken.errors import ConfigError, EngineError
 from freetoken.model import step
 from freetoken.wire.messages import Extend, PageRun, Sampling, StepMode, StepPlan, pack_ids
 from freetoken.worker.checkpoint import CheckpointSource
@@ -165,6 +165,25 @@ def test_a_window_that_does_not_fit_the_pool_is_warned_of_with_the_flag(checkpoi
 @pytest.mark.parametrize("experts", ["in-place", "slots"])
 def test_the_self_check_passes_for_a_supported_class(checkpoint, experts):
     CheckpointSource(checkpoint, "auto", torch.device("cpu")).check(experts)
+
+
+def test_the_self_check_runs_in_the_type_that_is_served(checkpoint, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "freetoken.worker.checkpoint.check_model", lambda path, **options: asked.append(options)
+    )
+    CheckpointSource(checkpoint, "bfloat16", torch.device("cpu")).check("in-place")
+    assert asked == [{"experts": "in-place", "dtype": "bfloat16"}]
+
+
+def test_rope_that_would_change_beyond_the_model_s_window_is_refused(tmp_path):
+    config = tiny.make_config("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config.max_position_embeddings = 32
+    path = tiny.save(tiny.make_model(config), tmp_path)
+    assert start_worker(path).ready.context_tokens == 32
+    with pytest.raises(EngineError, match="dynamic cannot serve 64 tokens"):
+        start_worker(path, max_seq_len_override=64)
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
