@@ -6,9 +6,7 @@ would queue every tensor and stack whole layers.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +25,7 @@ from freetoken.model.conversion import (
     plan_loading,
     read_sources,
 )
+from freetoken.model.heap import trim_heap
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape, measure_shape
 
@@ -135,12 +134,3 @@ def _rows(task: Task, converted: dict[str, torch.Tensor], num_rows: int) -> torc
             f"{ {name: tuple(t.shape) for name, t in converted.items()} }"
         )
     return tensor
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system, where the C library can.
-
-    Loading 1.9 GB of experts left 0.6 GB of holes without it (glibc 2.36, 2026-12-01).
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -17,6 +17,7 @@ import msgspec
 from freetoken import log
 from freetoken.config import Config
 from freetoken.model.context import KvPools
+from freetoken.model.heap import trim_heap
 from freetoken.wire.messages import (
     Extend,
     PageRun,
@@ -28,7 +29,7 @@ from freetoken.wire.messages import (
     WorkerReady,
     pack_ids,
 )
-from freetoken.worker.budget import release_free_memory
+from freetoken.worker.kv import pool_bytes
 from freetoken.worker.link import Progress
 from freetoken.worker.memory import MemoryPlan, plan_memory
 from freetoken.worker.runner import Limits, Model, Runner
@@ -95,10 +96,10 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, plan.context_tokens, report)
-        release_free_memory()
+        trim_heap()
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
-        assert sum(pool.nbytes for pool in (*pools.k, *pools.v)) == plan.prices["kv"]
+        assert pool_bytes(pools) == plan.prices["kv"]
         runner = Runner(model, pools, limits)
         warm_up(runner)
     ready = WorkerReady(
