@@ -188,9 +188,19 @@ def log_plan(config: Config, sizes: ModelSizes, plan: MemoryPlan, experts: Exper
         f"window {plan.window}, resident experts {plan.resident_rate * 100:.0f} %)"
     )
     if plan.context_tokens < plan.window:
-        _log.warning("%s; --context-tokens %d uses the whole window", line, plan.window)
+        _log.warning("%s; %s uses the whole window", line, whole_window_flag(config, plan))
     else:
         _log.info(line)
+
+
+def whole_window_flag(config: Config, plan: MemoryPlan) -> str:
+    """The option that lets one request use the whole window: the one that sizes the pool now."""
+    pages = -(-plan.window // plan.page_size)
+    if config.num_tokens is not None:
+        return f"--num-tokens {pages * plan.page_size}"
+    if config.num_pages is not None:
+        return f"--num-pages {pages}"
+    return f"--context-tokens {plan.window}"
 
 
 def warm_up(runner: Runner) -> None:
