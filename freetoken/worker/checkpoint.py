@@ -36,9 +36,15 @@ class CheckpointSource:
         return sizes_of(self._shape)
 
     def check(self, experts: ExpertsMode) -> None:
-        check_model(self._path, experts=experts)
+        check_model(self._path, experts=experts, dtype=self._dtype)
 
-    def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> ServedModel:
+    def load(
+        self,
+        experts: ExpertsMode,
+        num_slots: int | None,
+        context_tokens: int,
+        report: ReportBytes,
+    ) -> ServedModel:
         return load_model(
             self._path,
             dtype=self._dtype,
@@ -46,6 +52,7 @@ class CheckpointSource:
             experts=experts,
             num_slots=num_slots,
             progress=report,
+            context_tokens=context_tokens,
         )
 
     def make_pools(self, num_pages: int, page_size: int) -> KvPools:

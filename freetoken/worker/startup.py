@@ -58,7 +58,15 @@ class ModelSource(Protocol):
         """EngineError if a small copy of the model computes something wrong on our path."""
         ...
 
-    def load(self, experts: ExpertsMode, num_slots: int | None, report: ReportBytes) -> Model: ...
+    def load(
+        self,
+        experts: ExpertsMode,
+        num_slots: int | None,
+        context_tokens: int,
+        report: ReportBytes,
+    ) -> Model:
+        """`context_tokens`: the longest request that will be served."""
+        ...
 
     def make_pools(self, num_pages: int, page_size: int) -> KvPools: ...
 
@@ -86,7 +94,7 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
         source.check(experts)
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
-        model = source.load(experts, slots, report)
+        model = source.load(experts, slots, plan.context_tokens, report)
         release_free_memory()
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)

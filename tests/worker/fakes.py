@@ -103,7 +103,9 @@ class HashSource:
     def check(self, experts: str) -> None:
         self.num_checks += 1
 
-    def load(self, experts: str, num_slots: int | None, report: ReportBytes) -> HashModel:
+    def load(
+        self, experts: str, num_slots: int | None, context_tokens: int, report: ReportBytes
+    ) -> HashModel:
         self.num_loads += 1
         report("loading", 5, 10)
         return self.model
@@ -138,7 +140,9 @@ def fake_sizes(**changes: int) -> ModelSizes:
 class StuckSource(HashSource):
     """Loading hangs in one long operation that no signal handler can interrupt."""
 
-    def load(self, experts: str, num_slots: int | None, report: ReportBytes) -> HashModel:
+    def load(
+        self, experts: str, num_slots: int | None, context_tokens: int, report: ReportBytes
+    ) -> HashModel:
         report("stuck now", 0, 1)
         mutex = ctypes.create_string_buffer(128)  # zeros are PTHREAD_MUTEX_INITIALIZER
         for _ in range(2):
@@ -149,7 +153,9 @@ class StuckSource(HashSource):
 class SleepySource(HashSource):
     """Loading takes long, in many short operations."""
 
-    def load(self, experts: str, num_slots: int | None, report: ReportBytes) -> HashModel:
+    def load(
+        self, experts: str, num_slots: int | None, context_tokens: int, report: ReportBytes
+    ) -> HashModel:
         report("stuck now", 0, 1)
         while True:
             threading.Event().wait(0.01)

@@ -159,7 +159,7 @@ def test_failing_to_load_is_told_to_a_scheduler_that_has_welcomed_us(run_dir, sc
     welcomed = threading.Event()
 
     class Failing(HashSource):
-        def load(self, experts, num_slots, report):
+        def load(self, experts, num_slots, context_tokens, report):
             welcomed.wait(20)
             raise EngineError("shard 3 is damaged")
 
@@ -180,7 +180,7 @@ def test_beats_tell_the_phase_and_bytes_while_loading(run_dir, scheduler):
     may_go_on = threading.Event()
 
     class Slow(HashSource):
-        def load(self, experts, num_slots, report):
+        def load(self, experts, num_slots, context_tokens, report):
             report("reading shard 1", 30, 90)
             may_go_on.wait(20)
             return self.model
