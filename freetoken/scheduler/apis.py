@@ -72,8 +72,9 @@ class ApiSide:
         if hello.protocol != PROTOCOL_VERSION or hello.role is not Role.API:
             self._outbox.append((identity, refusal(hello, Role.API)))
             return
-        known = self._peers.get(identity)
-        if known is None:
+        if self._peers.get(identity) is None:
+            if (before := self._peers.find(hello.name)) is not None:
+                self._drop(before, "says hello on a new connection", now_s)
             self._peers.add(identity, hello, self._epoch, now_s)
             _log.info(log.event("api.connected", peer=hello.name, pid=hello.pid))
         self._outbox.append((identity, Welcome(PROTOCOL_VERSION, os.getpid(), self._epoch)))
@@ -127,9 +128,13 @@ class ApiSide:
 
     def drop_gone(self, now_s: float) -> None:
         for peer, reason in self._peers.gone(now_s):
-            _log.warning(log.event("api.gone", peer=peer.name, reason=reason))
-            self._peers.remove(peer)
-            self._scheduler.abort_all(peer.identity, now_s)
+            self._drop(peer, reason, now_s)
+
+    def _drop(self, peer: Peer, reason: str, now_s: float) -> None:
+        """It has ended, or has given up what it asked for: nobody waits for its requests."""
+        _log.warning(log.event("api.gone", peer=peer.name, reason=reason))
+        self._peers.remove(peer)
+        self._scheduler.abort_all(peer.identity, now_s)
 
 
 def refusal(hello: Hello, role: Role) -> Refused:
