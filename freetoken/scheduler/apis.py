@@ -92,10 +92,17 @@ class ApiSide:
         self._outbox.extend(failed)
 
     def flush(self, now_s: float) -> None:
-        """Send what is queued, in its order: a terminal message is a request's last."""
+        """Send what is queued, in its order: a terminal message is a request's last.
+
+        After a refusal nothing more goes to that api in this turn: a stream that lost tokens must
+        not get its later ones.
+        """
         outbox, self._outbox = self._outbox, []
+        refused: set[bytes] = set()
         for identity, message in outbox:
-            self._send(identity, message, now_s)
+            if identity in refused or not self._router.send(identity, message):
+                refused.add(identity)
+                self._cut_off(identity, message, now_s)
         for peer in self._peers.all():
             while peer.owed and self._router.send(peer.identity, peer.owed[0]):
                 peer.owed.popleft()
@@ -106,9 +113,8 @@ class ApiSide:
         for peer in self._peers.all():
             self._router.send(peer.identity, state)
 
-    def _send(self, identity: bytes, message: Message, now_s: float) -> None:
-        if self._router.send(identity, message):
-            return
+    def _cut_off(self, identity: bytes, message: Message, now_s: float) -> None:
+        """An api refused `message`: it is owed the ends of its requests."""
         peer = self._peers.get(identity)
         if peer is None:
             return
