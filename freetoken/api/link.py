@@ -81,6 +81,7 @@ class Link:
         self._socket: zmq.Socket[bytes] | None = None
         self._welcome: Welcome | None = None
         self._welcomed_at_s = 0.0
+        self._told_at_s = 0.0  # when the scheduler last sent anything
         self._hello_at_s = 0.0
         self._exit_fd: int | None = None
         self._unsent: deque[Message] = deque()
@@ -160,6 +161,8 @@ class Link:
             self._lose(f"no heartbeat of the scheduler for {LOST_S:g} s")
         elif self._is_other_life(self._welcome):
             self._lose("the scheduler was restarted")
+        elif self._is_forgotten(now_s):
+            self._lose(f"the scheduler has told nothing for {LOST_S:g} s")
         while self._unsent and self.send(self._unsent[0]):
             self._unsent.popleft()
 
@@ -168,6 +171,14 @@ class Link:
         if heard is None or heard.at_s <= self._welcomed_at_s + CHECK_S:
             return False
         return heard.beat.epoch != welcome.epoch
+
+    def _is_forgotten(self, now_s: float) -> bool:
+        """True if the scheduler sends its state, as it does all the time, to us no more: it has
+        given us up while we were stopped or starved."""
+        if now_s - self._told_at_s <= LOST_S:
+            return False
+        self._read()  # after a pause of ours, what it sent is still queued
+        return self._welcome is not None and now_s - self._told_at_s > LOST_S
 
     def _read(self) -> None:
         """All that is queued; the descriptor is edge-triggered, so until nothing is left."""
@@ -178,6 +189,7 @@ class Link:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._told_at_s = time.monotonic()
             try:
                 if len(frames) != 1:
                     raise WireError(f"{len(frames)} frames instead of 1")

@@ -50,7 +50,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, frozen=True):
     # extensions
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     stop_token_ids: list[int] | None = None

@@ -16,6 +16,7 @@ from freetoken import log, options
 from freetoken.commands import checkpoint, host
 from freetoken.commands.resolve import complete, resolve_model
 from freetoken.config import Config
+from freetoken.kernels.threads import limit_spinning
 from freetoken.launcher import guard, rundir
 
 DESCRIPTIONS = {
@@ -62,5 +63,7 @@ def run_alone(room: str, config: Config) -> int:
 
 def start(room: str, config: Config) -> int:
     """The room's own entry point; it is imported only here."""
+    if room == "worker":
+        limit_spinning()
     process = importlib.import_module(f"freetoken.{room}.process")
     return int(process.run(config))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from freetoken.errors import ConfigError
@@ -106,7 +106,10 @@ class TensorReader:
     def _shard(self, file: Path) -> Any:
         shard = self._open.pop(file, None)
         if shard is None:
-            shard = safe_open(file, framework="pt", device="cpu")
+            try:
+                shard = safe_open(file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"cannot read shard {file}: {error}") from error
         self._open[file] = shard
         if len(self._open) > MAX_OPEN_SHARDS:
             self._open.popitem(last=False)
@@ -119,7 +122,7 @@ def _shards(path: Path) -> list[Path]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise ConfigError(f"{index} has no weight_map")
-        names = sorted(set(weight_map.values()))
+        names = sorted({str(name) for name in weight_map.values()})
     elif (path / SINGLE_NAME).exists():
         names = [SINGLE_NAME]
     else:
@@ -143,12 +146,15 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"shard {file} is not a safetensors file or is damaged") from error
     tensors = {}
     data_bytes = 0
-    for key, entry in header.items():
-        if key == "__metadata__":
-            continue
-        lo, hi = entry["data_offsets"]
-        data_bytes = max(data_bytes, hi)
-        tensors[key] = StoredTensor(key, file, entry["dtype"], tuple(entry["shape"]), hi - lo)
+    try:
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            lo, hi = entry["data_offsets"]
+            data_bytes = max(data_bytes, hi)
+            tensors[key] = StoredTensor(key, file, entry["dtype"], tuple(entry["shape"]), hi - lo)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"shard {file} is not a safetensors file or is damaged") from error
     expected = 8 + header_bytes + data_bytes
     actual = file.stat().st_size
     if actual < expected:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from freetoken.errors import ConfigError, EngineError
+from freetoken.kernels.hugepages import collapse_in_background
 from freetoken.model.assemble import ExpertsMode, Weights, assemble
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import TensorReader, list_tensors, read_config, resolve_dtype
@@ -69,7 +70,7 @@ def load_model(
     weights = Weights(model, experts, device)
     _read_weights(plan, model, weights, progress)
     weights.finish(plan.missing)
-    return assemble(
+    served = assemble(
         model,
         shape,
         weights,
@@ -77,6 +78,9 @@ def load_model(
         num_slots=num_slots,
         context_tokens=context_tokens or shape.window,
     )
+    trim_heap()
+    collapse_in_background(served.memory)
+    return served
 
 
 def _read_weights(
@@ -99,7 +103,6 @@ def _read_weights(
             untrimmed = 0
         done += task.num_bytes
         progress("loading", done, total)
-    trim_heap()
 
 
 def _fill_bank(

@@ -72,8 +72,9 @@ class ApiSide:
         if hello.protocol != PROTOCOL_VERSION or hello.role is not Role.API:
             self._outbox.append((identity, refusal(hello, Role.API)))
             return
-        known = self._peers.get(identity)
-        if known is None:
+        if self._peers.get(identity) is None:
+            if (before := self._peers.find(hello.name)) is not None:
+                self._drop(before, "says hello on a new connection", now_s)
             self._peers.add(identity, hello, self._epoch, now_s)
             _log.info(log.event("api.connected", peer=hello.name, pid=hello.pid))
         self._outbox.append((identity, Welcome(PROTOCOL_VERSION, os.getpid(), self._epoch)))
@@ -91,10 +92,17 @@ class ApiSide:
         self._outbox.extend(failed)
 
     def flush(self, now_s: float) -> None:
-        """Send what is queued, in its order: a terminal message is a request's last."""
+        """Send what is queued, in its order: a terminal message is a request's last.
+
+        After a refusal nothing more goes to that api in this turn: a stream that lost tokens must
+        not get its later ones.
+        """
         outbox, self._outbox = self._outbox, []
+        refused: set[bytes] = set()
         for identity, message in outbox:
-            self._send(identity, message, now_s)
+            if identity in refused or not self._router.send(identity, message):
+                refused.add(identity)
+                self._cut_off(identity, message, now_s)
         for peer in self._peers.all():
             while peer.owed and self._router.send(peer.identity, peer.owed[0]):
                 peer.owed.popleft()
@@ -105,9 +113,8 @@ class ApiSide:
         for peer in self._peers.all():
             self._router.send(peer.identity, state)
 
-    def _send(self, identity: bytes, message: Message, now_s: float) -> None:
-        if self._router.send(identity, message):
-            return
+    def _cut_off(self, identity: bytes, message: Message, now_s: float) -> None:
+        """An api refused `message`: it is owed the ends of its requests."""
         peer = self._peers.get(identity)
         if peer is None:
             return
@@ -127,9 +134,13 @@ class ApiSide:
 
     def drop_gone(self, now_s: float) -> None:
         for peer, reason in self._peers.gone(now_s):
-            _log.warning(log.event("api.gone", peer=peer.name, reason=reason))
-            self._peers.remove(peer)
-            self._scheduler.abort_all(peer.identity, now_s)
+            self._drop(peer, reason, now_s)
+
+    def _drop(self, peer: Peer, reason: str, now_s: float) -> None:
+        """It has ended, or has given up what it asked for: nobody waits for its requests."""
+        _log.warning(log.event("api.gone", peer=peer.name, reason=reason))
+        self._peers.remove(peer)
+        self._scheduler.abort_all(peer.identity, now_s)
 
 
 def refuse(hello: Hello, reason: str) -> Refused:

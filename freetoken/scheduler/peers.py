@@ -50,6 +50,10 @@ class PeerTable:
     def get(self, identity: bytes) -> Peer | None:
         return self._by_identity.get(identity)
 
+    def find(self, name: str) -> Peer | None:
+        """The peer with that name: one process has one connection at a time."""
+        return next((peer for peer in self._by_identity.values() if peer.name == name), None)
+
     def all(self) -> list[Peer]:
         return list(self._by_identity.values())
 

@@ -14,6 +14,10 @@ from freetoken.wire.messages import Sampling, Submit, WorkerReady, unpack_ids
 
 MAX_REQUEST_ID_CHARS = 128
 
+EXTREME = 1e6
+"""Sampling is computed in fp32: a factor or summand far beyond this, or below its inverse, makes
+logits infinite, and a row with nothing to draw from fails its whole step."""
+
 
 def check_submit(submit: Submit, vocab_size: int) -> None:
     """RequestError naming the field, the value and the limit."""
@@ -37,13 +41,13 @@ def check_submit(submit: Submit, vocab_size: int) -> None:
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     bounds: tuple[tuple[str, float, float, float], ...] = (
-        ("temperature", sampling.temperature, 0, math.inf),
+        ("temperature", sampling.temperature, 0, EXTREME),
         ("top_p", sampling.top_p, 0, 1),
         ("top_k", sampling.top_k, 0, math.inf),
         ("min_p", sampling.min_p, 0, 1),
-        ("presence_penalty", sampling.presence_penalty, -math.inf, math.inf),
-        ("frequency_penalty", sampling.frequency_penalty, -math.inf, math.inf),
-        ("repetition_penalty", sampling.repetition_penalty, 0, math.inf),
+        ("presence_penalty", sampling.presence_penalty, -EXTREME, EXTREME),
+        ("frequency_penalty", sampling.frequency_penalty, -EXTREME, EXTREME),
+        ("repetition_penalty", sampling.repetition_penalty, 1 / EXTREME, EXTREME),
         ("min_tokens", sampling.min_tokens, 0, math.inf),
         ("logprobs", sampling.logprobs or 0, 0, vocab_size),
         ("seed", sampling.seed or 0, 0, (1 << 63) - 1),
@@ -51,19 +55,26 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     for name, value, least, most in bounds:
         if not (least <= value <= most and math.isfinite(value)):
             raise _invalid(f"{name} is {value}, it must be in [{least}, {most}]", name)
-    for name, value in (
-        ("top_p", sampling.top_p),
-        ("repetition_penalty", sampling.repetition_penalty),
-    ):
-        if value == 0:
-            raise _invalid(f"{name} is {value}, it must be above 0", name)
+    if sampling.top_p == 0:
+        raise _invalid(f"top_p is {sampling.top_p}, it must be above 0", "top_p")
     for token_id, bias in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise _invalid(
                 f"logit_bias names token {token_id}, the vocabulary has {vocab_size}", "logit_bias"
             )
-        if not math.isfinite(bias):
-            raise _invalid(f"logit_bias of token {token_id} is {bias}", "logit_bias")
+        if not abs(bias) <= EXTREME:
+            raise _invalid(
+                f"logit_bias of token {token_id} is {bias}, it must be in [{-EXTREME}, {EXTREME}]",
+                "logit_bias",
+            )
+    if sampling.min_tokens and len(sampling.stop_ids) >= vocab_size:
+        num_stops = sum(0 <= token_id < vocab_size for token_id in set(sampling.stop_ids))
+        if num_stops == vocab_size:
+            raise _invalid(
+                f"min_tokens is {sampling.min_tokens}, but all {vocab_size} tokens of the "
+                "vocabulary are stop ids; leave one out",
+                "stop_token_ids",
+            )
 
 
 def fault_of(ready: WorkerReady) -> str | None:

@@ -22,6 +22,9 @@ from freetoken.worker.philox import uniforms
 
 Flags = npt.NDArray[np.bool_]
 
+MIN_TEMPERATURE = 1e-5
+"""Below it a row is greedy: logits divided by less leave one token anyway, or overflow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -60,7 +63,7 @@ class Sampler:
         self.forget(row_id)
         self._position[row_id] = num_output
         self._seed[row_id] = sampling.seed or 0
-        self._is_random[row_id] = sampling.temperature > 0
+        self._is_random[row_id] = sampling.temperature >= MIN_TEMPERATURE
         self._top_k[row_id] = min(sampling.top_k, self._vocab_size)
         self._floats["temperature"][row_id] = sampling.temperature
         self._floats["top_p"][row_id] = sampling.top_p

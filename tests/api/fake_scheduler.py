@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from freetoken.wire.messages import (
 from freetoken.wire.sockets import Endpoints, Router, bind_router
 
 WAIT_S = 10.0
+REPORT_S = 0.5
 Reply = Callable[[Submit], Iterable[Message]]
 
 
@@ -91,6 +93,7 @@ class FakeScheduler:
         self.reply: Reply = accept_only
         self.state = state or ready()
         self.refusal: str | None = None
+        self.forgets = False  # whoever said hello so far
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
         self.hellos: list[Hello] = []
@@ -158,8 +161,9 @@ class FakeScheduler:
         poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._inbox, zmq.POLLIN)
         self._newest = b""
+        self._reported_s = time.monotonic()
         while True:
-            events = dict(poller.poll())
+            events = dict(poller.poll(int(REPORT_S * 1000)))
             if self._inbox in events and self._inbox.recv() == b"stop":
                 break
             while (received := self._router.receive()) is not None:
@@ -168,6 +172,9 @@ class FakeScheduler:
                 outgoing, self._outgoing = self._outgoing, []
             for peer, message in outgoing:
                 self._send(peer or self._newest, message)
+            if self._newest and not self.forgets and time.monotonic() > self._reported_s + REPORT_S:
+                self._reported_s = time.monotonic()
+                self._send(self._newest, self.state)
         self._router.socket.close(0)
         self._inbox.close(0)
 
@@ -176,6 +183,7 @@ class FakeScheduler:
         with self._changed:
             if isinstance(message, Hello):
                 self._newest = peer
+                self.forgets = False
                 self.hellos.append(message)
                 if self.refusal is not None:
                     answers = [Refused(self.refusal)]

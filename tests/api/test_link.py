@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from freetoken.api import link
 from freetoken.api.tokenizer import Tokenizer
 from freetoken.errors import ProtocolError
 from freetoken.wire.messages import EngineState, Phase
@@ -128,6 +129,24 @@ def test_another_epoch_in_the_heartbeats_fails_what_is_open(
     second.wait_for(lambda fake: len(fake.hellos) >= 1)
     api.wait_ready()
     assert second.submits == []
+
+
+def test_an_api_that_the_scheduler_has_forgotten_fails_what_is_open_and_says_hello_again(
+    stack: ExitStack, model_dir: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped for a while, so the scheduler gave it up; the heartbeats go on."""
+    monkeypatch.setattr(link, "LOST_S", 1.0)
+    fake = start_fake(stack, run_dir)
+    api = start_api(stack, model_dir, run_dir)
+    api.wait_ready()
+    with api.http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as stream:
+        fake.wait_submit()
+        fake.forgets = True
+        assert "engine_unavailable" in stream.read().decode()
+    fake.wait_for(lambda fake: len(fake.hellos) == 2)
+    api.wait_ready()
+    fake.reply = saying([5, EOS])
+    assert api.http.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
 def test_a_refused_api_ends_with_the_reason(

@@ -24,6 +24,7 @@ BOTH = [
     ("presence_penalty", 3),
     ("frequency_penalty", -3),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-38),
     ("n", 0),
     ("n", 1000),
     ("seed", 2**63),

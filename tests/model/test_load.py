@@ -295,6 +295,23 @@ def test_damaged_shard_is_named(one_shard: Path, content: bytes) -> None:
         load(one_shard)
 
 
+@pytest.mark.parametrize("header", ["[]", '{"a": 1}', '{"a": {}}'])
+def test_a_shard_whose_header_is_no_table_of_tensors_is_named(one_shard: Path, header: str) -> None:
+    content = len(header).to_bytes(8, "little") + header.encode()
+    (one_shard / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a safetensors file"):
+        load(one_shard)
+
+
+def test_a_shard_whose_sizes_contradict_each_other_is_named(one_shard: Path) -> None:
+    shard = one_shard / "model.safetensors"
+    content = shard.read_bytes()
+    first = content.index(b'"data_offsets":[0,') + len(b'"data_offsets":[')
+    shard.write_bytes(content[:first] + b"4" + content[first + 1 :])
+    with pytest.raises(ConfigError, match=r"cannot read shard .*model\.safetensors"):
+        load(one_shard)
+
+
 def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
     tiny.make_config("qwen3").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):

@@ -320,6 +320,25 @@ def test_a_dead_api_takes_only_its_own_requests_with_it(run_dir: Path) -> None:
         control(api)
 
 
+def test_an_api_that_says_hello_on_a_new_socket_leaves_nothing_behind_on_the_old(
+    run_dir: Path,
+) -> None:
+    """It thought that we were lost and has failed its requests: nobody waits for them."""
+    with (
+        scheduler_in(run_dir),
+        worker_in(run_dir, WorkerScript(step_ms=3)),
+        FakeApi(run_dir) as old,
+        FakeApi(run_dir) as new,
+    ):
+        old.connect().wait_phase(Phase.READY)
+        old.submit("theirs", [1, 2], 900)
+        old.wait_for(lambda: "theirs" in old.deltas)
+        new.name = old.name
+        new.connect().wait_phase(Phase.READY)
+        new.wait_for(lambda: new.states[-1].counters["requests_aborted"] == 1, 2)
+        control(new)
+
+
 def test_disconnects_at_random_moments_leave_nothing_behind(run_dir: Path) -> None:
     """Two hundred aborts: queued, between chunks, while decoding, at the finish, twice."""
     rng = random.Random(5)

@@ -11,6 +11,7 @@ from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError
 from freetoken.model import step
 from freetoken.wire.messages import Extend, PageRun, Sampling, StepMode, StepPlan, pack_ids
+from freetoken.worker import checkpoint as subject
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.link import Progress
 from freetoken.worker.startup import start
@@ -132,6 +133,23 @@ def test_a_pass_loads_each_expert_without_a_slot_once_whatever_its_length(checkp
     assert stats.slot_misses >= NUM_LAYERS * NUM_EXPERTS - 5
     expert_bytes = stats.expert_bytes / stats.slot_misses
     assert expert_bytes >= 3 * 64 * 32 * 4
+
+
+def test_rope_that_grows_with_the_context_is_refused_beyond_its_window(tmp_path):
+    config = tiny.make_config("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    tiny.save(tiny.make_model(config), tmp_path)
+    longer = {"max_seq_len_override": 512, "num_tokens": 512}
+    with pytest.raises(EngineError, match=r"cannot serve 512 .* lower --context-tokens"):
+        start_worker(tmp_path, **longer)
+    assert start_worker(tmp_path, **longer | {"num_tokens": 256}).ready.context_tokens == 256
+
+
+def test_the_model_is_checked_in_the_type_that_is_served(checkpoint, monkeypatch):
+    seen = []
+    monkeypatch.setattr(subject, "check_model", lambda path, **options: seen.append(options))
+    CheckpointSource(checkpoint, "float16", torch.device("cpu")).check("slots")
+    assert seen == [{"experts": "slots", "dtype": "float16"}]
 
 
 def test_the_threshold_is_announced_with_slots_only(checkpoint):

@@ -232,10 +232,19 @@ def test_bad_logits_are_refused_before_anything_changes(temperature):
     )
 
 
-def test_a_tiny_temperature_is_as_good_as_greedy():
+@pytest.mark.parametrize("temperature", [1e-30, 1e-50])  # the second is 0 in fp32
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_tiny_temperature_is_as_good_as_greedy(temperature, top_k):
     logits = random_logits(1) * 50
-    tokens = draw_many(Sampling(temperature=1e-30), logits, 50)
+    tokens = draw_many(Sampling(temperature=temperature, top_k=top_k), logits, 50)
     assert set(tokens.tolist()) == {logits.argmax().item()}
+
+
+def test_the_smallest_repetition_penalty_leaves_something_to_draw_from():
+    logits = random_logits(1) * 1e4
+    sampling = Sampling(temperature=0.0, repetition_penalty=1e-6)
+    sampler = make_sampler(sampling, prompts=[range(VOCAB_SIZE)])
+    assert sampler.sample(ids(0), logits).tokens.tolist() == logits.argmax(-1).tolist()
 
 
 def test_seats_for_counts_are_reused_by_later_rows():
