@@ -40,7 +40,7 @@ def get(name: str) -> logging.Logger:
 
 
 def event(name: str, **fields: object) -> str:
-    """`name key=value …`; floats in four significant digits, text with blanks quoted."""
+    """`name key=value …`; floats in four significant digits, text with blanks or such quoted."""
     return " ".join([name, *(f"{key}={_show(value)}" for key, value in fields.items())])
 
 
@@ -48,4 +48,4 @@ def _show(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
-    return repr(text) if " " in text or not text else text
+    return text if text and text.isprintable() and " " not in text else repr(text)
