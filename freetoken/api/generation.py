@@ -23,6 +23,10 @@ from freetoken.wire.messages import FinishReason, Sampling, Submit, pack_ids
 MAX_SEQUENCES = 1024
 """Prompts times n in one HTTP request."""
 
+MAX_PROMPT_TOKENS = 1 << 24
+"""Of all sequences of one HTTP request: each is sent to the scheduler with its prompt, so a long
+prompt with a large n would take gigabytes before the scheduler could refuse it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -91,6 +95,13 @@ def start(
         raise invalid(
             f"{len(prompts)} prompts with n={num_per_prompt} make {num_sequences} choices, the "
             f"limit is {MAX_SEQUENCES}; send several requests",
+            "n",
+        )
+    num_tokens = num_per_prompt * sum(len(prompt.ids) for prompt in prompts)
+    if num_tokens > MAX_PROMPT_TOKENS:
+        raise invalid(
+            f"{num_sequences} choices have {num_tokens} prompt tokens together, the limit is "
+            f"{MAX_PROMPT_TOKENS}; send several requests",
             "n",
         )
     stops = stop_strings(request)

@@ -141,3 +141,16 @@ def test_token_ids_outside_the_vocabulary_are_refused_with_the_limit(
         message = response.json()["error"]["message"]
         assert str(token_id) in message
         assert str(tokenizer.vocab_size - 1) in message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "limit"), [([[1]] * 129, 8, "1024"), ([1] * (1 << 17) + [1], 128, "16777216")]
+)
+def test_a_request_that_multiplies_beyond_measure_is_refused_before_the_engine_sees_it(
+    http: httpx.Client, fake: FakeScheduler, prompt: list[object], n: int, limit: str
+) -> None:
+    response = http.post("/v1/completions", json={"prompt": prompt, "n": n})
+    assert response.status_code == 400
+    assert limit in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "n"
+    assert fake.submits == []
