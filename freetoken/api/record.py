@@ -6,9 +6,11 @@ adds no task or queue to it. Endpoints add to the `Record` of their request.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
@@ -85,10 +87,10 @@ class Recorder:
         fields = {**record.fields, "status": status, "ms": duration_s * 1000}
         if record.ttft_s is not None:
             fields["ttft_ms"] = record.ttft_s * 1000
-        if scope["method"] == "POST":
-            _log.info(log.event("http.end", **fields))
-        else:
-            _log.debug(log.event("http.end", path=scope["path"], **fields))
+        # The scheduler logs the end of what it has accepted: one line a request is enough.
+        is_told = status == HTTPStatus.OK or scope["method"] != "POST"
+        level = logging.DEBUG if is_told else logging.INFO
+        _log.log(level, log.event("http.end", path=scope["path"], **fields))
 
     def _label(self, scope: Scope) -> str:
         """The route's path: a closed set whatever clients ask for."""

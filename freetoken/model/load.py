@@ -27,6 +27,7 @@ from freetoken.model.conversion import (
     read_sources,
 )
 from freetoken.model.heap import trim_heap
+from freetoken.model.rope import check_rope
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape, measure_shape
 
@@ -66,6 +67,7 @@ def load_model(
     config = read_config(path)
     model = build_meta_model(config, resolve_dtype(path, config, dtype))
     shape = measure_shape(model)
+    check_rope(model, context_tokens or shape.window)
     plan = plan_loading(model, list_tensors(path))
     weights = Weights(model, experts, device)
     _read_weights(plan, model, weights, progress)

@@ -22,6 +22,20 @@ CONSTANT = "default"
 
 
 @torch.no_grad()
+def check_rope(model: nn.Module, context_tokens: int) -> None:
+    """EngineError if requests of `context_tokens` tokens would need frequencies that change with
+    their length; weights need not be loaded."""
+    for module, rope_type in _rotary_modules(model):
+        kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+        limit = module.config.max_position_embeddings
+        for kind in kinds:
+            if "dynamic" in kind and context_tokens > limit:
+                raise EngineError(
+                    f"rope type {kind} cannot serve {context_tokens} tokens of context: its "
+                    f"frequencies would change beyond {limit}; lower --context-tokens"
+                )
+
+
 def fix_rope(model: nn.Module, context_tokens: int) -> None:
     """Fix the frequencies for requests of up to `context_tokens` tokens.
 
@@ -29,6 +43,7 @@ def fix_rope(model: nn.Module, context_tokens: int) -> None:
     longrope: the short factors if the context fits the original window, else the long ones for
     every request, which differs from transformers in requests shorter than that window.
     """
+    check_rope(model, context_tokens)
     for module, rope_type in _rotary_modules(model):
         if isinstance(rope_type, str):
             _fix(module, rope_type, None, context_tokens)
@@ -67,12 +82,6 @@ def _constant(rope_type: str | dict[str, str]) -> str | dict[str, str]:
 
 def _fix(module: nn.Module, rope_type: str, layer_type: str | None, context_tokens: int) -> None:
     config: Any = module.config
-    if "dynamic" in rope_type and context_tokens > config.max_position_embeddings:
-        raise EngineError(
-            f"rope type {rope_type} cannot serve {context_tokens} tokens of context: its "
-            f"frequencies would change beyond {config.max_position_embeddings}; lower "
-            "--context-tokens"
-        )
     if rope_type != "longrope":
         return
     parameters = config.rope_parameters

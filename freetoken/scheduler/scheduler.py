@@ -113,15 +113,16 @@ class Scheduler:
         return values
 
     def check(self) -> None:
-        """Assert the accounting of every page and row: for tests, it takes time."""
+        """Assert the accounting of every page and row; takes time with the size of the tree."""
         if self._engine is not None:
             self._engine.roster.check()
 
     def check_idle(self) -> None:
-        """Assert that nothing is lost, if nothing is open or in flight: cheap."""
+        """Assert that nothing is lost, if nothing is open or in flight."""
         engine = self._engine
         if engine is not None and not engine.requests and not self._steps:
             engine.roster.ledger.check_idle()
+            engine.roster.check()
 
     # ------------------------------------------------------------ the worker
 

@@ -41,7 +41,6 @@ WINDOWS_IN_POOL = 4
 TOKENS_PER_ROW = 2048
 """The automatic pool on a CPU holds this for every row, but no more than WINDOWS_IN_POOL windows:
 more would be zeroed at start for nothing."""
-WARM_UP_TOKENS = 16
 
 ExpertsMode = Literal["in-place", "slots"]
 ReportBytes = Callable[[str, int, int], None]
@@ -212,9 +211,10 @@ def whole_window_flag(config: Config, plan: MemoryPlan) -> str:
 
 
 def warm_up(runner: Runner) -> None:
-    """One extend and one decode step, so that the first request pays for no first call."""
+    """The largest extend and a decode step: memory that is short shows now, not to a client, and
+    the first request pays for no first call."""
     limits = runner.limits
-    tokens = min(WARM_UP_TOKENS, limits.max_step_tokens, limits.context_tokens - 1)
+    tokens = min(limits.max_step_tokens, limits.context_tokens - 1)
     pages = range(-(-(tokens + 1) // limits.page_size))
     extend = StepPlan(
         step_id=0,

@@ -194,18 +194,21 @@ def test_one_line_is_logged_for_each_request_without_its_text(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake.reply = saying([*tokenizer.encode("quick fox", add_special_tokens=False), EOS])
-    with caplog.at_level(logging.INFO, "freetoken"):
+    with caplog.at_level(logging.DEBUG, "freetoken"):
         body = {"messages": [{"role": "user", "content": "lazy dog"}]}
         answer = http.post("/v1/chat/completions", json=body)
-        http.get("/v1/models")
-    lines = [record.getMessage() for record in caplog.records]
-    ends = [line for line in lines if line.startswith("http.end")]
-    assert len(ends) == 1
-    assert f"id={answer.json()['id']}" in ends[0]
-    assert "status=200" in ends[0]
-    assert "finish=stop" in ends[0]
-    assert "ms=" in ends[0]
-    assert not any("quick" in line or "lazy" in line for line in lines)
+        http.post("/v1/chat/completions", json=body | {"model": "other"})
+    records = [record for record in caplog.records if record.getMessage().startswith("http.end")]
+    served, refused = (record.getMessage() for record in records)
+    assert f"id={answer.json()['id']}" in served
+    assert "status=200" in served
+    assert "finish=stop" in served
+    assert "ms=" in served
+    assert "path=/v1/chat/completions" in refused
+    assert "error=model_not_found status=404" in refused
+    assert not any("quick" in record.getMessage() for record in caplog.records)
+    # What the engine accepted ends with the scheduler's line.
+    assert [record.levelno for record in records] == [logging.DEBUG, logging.INFO]
 
 
 def test_the_request_id_is_a_header(http: httpx.Client, fake: FakeScheduler) -> None:
