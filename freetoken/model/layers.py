@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from freetoken.kernels.hugepages import MemoryRange
@@ -97,7 +96,7 @@ class FusedRMSNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
+        return torch.rms_norm(x, self._shape, self._weight, self._eps)
 
 
 def speed_up_for_cpu(model: nn.Module, dtype: torch.dtype) -> list[MemoryRange]:
