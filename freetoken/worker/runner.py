@@ -31,6 +31,7 @@ from freetoken.worker.faults import StepError, is_out_of_memory
 from freetoken.worker.kv import copy_pages
 from freetoken.worker.rows import Ids, Rows, Work, unpack
 from freetoken.worker.sampler import Sampler
+from freetoken.worker.threads import StepThreads
 
 VOID_TOKEN = 0
 """Stands in a result for a void row, whose place the scheduler counts and whose token it drops."""
@@ -85,8 +86,12 @@ _Dealt = tuple[bytes, list[int], tuple[Logprobs | None, ...]]
 
 
 class Runner:
-    def __init__(self, model: Model, pools: KvPools, limits: Limits) -> None:
+    def __init__(
+        self, model: Model, pools: KvPools, limits: Limits, threads: StepThreads | None = None
+    ) -> None:
+        """`threads`: for models on the CPU; None leaves torch's threads alone."""
         self.limits = limits
+        self._threads = threads
         self._model = model
         self._pools = pools
         device = pools.k[0].device
@@ -152,10 +157,23 @@ class Runner:
         row_ids = work.sampled_rows()
         if not work.num_tokens:
             return _fill_void(plan, row_ids, [], ())
+        started_s = time.perf_counter()
+        if self._threads is not None:
+            self._threads.use_for(work.num_tokens, started_s)
         logits = self._forward(work, plan.mode)
+        if self._threads is not None:
+            self._note_time(self._threads, work.num_tokens, started_s)
         sampled = self._sampler.sample(row_ids, logits)
         rows.advance(work, row_ids, sampled.tokens)
         return _fill_void(plan, row_ids, sampled.tokens.tolist(), sampled.logprobs)
+
+    def _note_time(self, threads: StepThreads, num_tokens: int, started_s: float) -> None:
+        now_s = time.perf_counter()
+        if threads.note(num_tokens, now_s - started_s, now_s):
+            _log.warning(
+                log.event("step.slow", ms=(now_s - started_s) * 1000, threads=threads.num_narrow)
+                + "; other processes use the cores"
+            )
 
     def _max_tokens(self, plan: StepPlan) -> int:
         if plan.layers != (0, 0):

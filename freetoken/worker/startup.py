@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
+import torch
 
 from freetoken import log
 from freetoken.config import Config
@@ -35,6 +36,7 @@ from freetoken.worker.link import Progress
 from freetoken.worker.memory import MemoryPlan, plan_memory
 from freetoken.worker.runner import Limits, Model, Runner
 from freetoken.worker.sizes import ModelSizes, Request
+from freetoken.worker.threads import StepThreads
 from freetoken.worker.threshold import on_demand_tokens
 
 WINDOWS_IN_POOL = 4
@@ -100,8 +102,10 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
         assert pool_bytes(pools) == plan.prices["kv"]
-        runner = Runner(model, pools, limits)
-        warm_up(runner)
+        on_cpu = pools.k[0].device.type == "cpu"
+        threads = StepThreads(torch.get_num_threads()) if on_cpu else None
+        runner = Runner(model, pools, limits, threads)
+        warm_up(runner, threads)
     ready = WorkerReady(
         epoch=0,
         model=Path(config.model or "").name,
@@ -210,12 +214,13 @@ def whole_window_flag(config: Config, plan: MemoryPlan) -> str:
     return f"--context-tokens {plan.window}"
 
 
-def warm_up(runner: Runner) -> None:
-    """The largest extend and a decode step: memory that is short shows now, not to a client, and
-    the first request pays for no first call."""
+def warm_up(runner: Runner, threads: StepThreads | None) -> None:
+    """The largest extend and some decode steps: memory that is short shows now, not to a client,
+    the first request pays for no first call, and `threads` are calibrated."""
     limits = runner.limits
-    tokens = min(limits.max_step_tokens, limits.context_tokens - 1)
-    pages = range(-(-(tokens + 1) // limits.page_size))
+    num_decodes = 1 + (0 if threads is None else threads.num_calibration_steps)
+    tokens = max(1, min(limits.max_step_tokens, limits.context_tokens - num_decodes))
+    pages = range(-(-limits.context_tokens // limits.page_size))
     extend = StepPlan(
         step_id=0,
         epoch=0,
@@ -229,15 +234,27 @@ def warm_up(runner: Runner) -> None:
         decode_positions=b"",
     )
     runner.execute(extend)
-    decode = msgspec.structs.replace(
-        extend,
-        starts=(),
-        page_runs=(),
-        extends=(),
-        decode_rows=pack_ids([0]),
-        decode_positions=pack_ids([tokens]),
-    )
-    runner.execute(decode)
+    free = range(tokens, limits.context_tokens)
+    positions = iter(free)
+
+    def time_decode_s() -> float:
+        decode = msgspec.structs.replace(
+            extend,
+            starts=(),
+            page_runs=(),
+            extends=(),
+            decode_rows=pack_ids([0]),
+            decode_positions=pack_ids([next(positions)]),
+        )
+        started_s = time.perf_counter()
+        runner.execute(decode)
+        return time.perf_counter() - started_s
+
+    if free:
+        time_decode_s()
+    if threads is not None and len(free) >= num_decodes:
+        threads.calibrate(time_decode_s)
+        _log.info(log.event("threads", narrow=threads.num_narrow, wide=threads.num_wide))
     runner.forget_all()
 
 
