@@ -7,7 +7,9 @@
         └── ProtocolError   a peer speaks another protocol version
 
 Messages give the value, the limit and the remedy. There is nothing in between: an error either
-fails one request or ends a process.
+fails one request or ends a process. Rooms have errors of their own that never leave them: WireError
+(a frame, dropped), StepError (a step, whose requests fail), ApiError (an HTTP request), ClientError
+(a line of `ft chat`).
 """
 
 from __future__ import annotations

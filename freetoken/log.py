@@ -40,7 +40,8 @@ def get(name: str) -> logging.Logger:
 
 
 def event(name: str, **fields: object) -> str:
-    """`name key=value …`; floats in four significant digits, text with blanks or such quoted."""
+    """`name key=value …`; floats in four significant digits. Text with blanks or control
+    characters is quoted, so that a line stays a line whatever a peer has sent."""
     return " ".join([name, *(f"{key}={_show(value)}" for key, value in fields.items())])
 
 
@@ -48,4 +49,4 @@ def _show(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
-    return text if text and text.isprintable() and " " not in text else repr(text)
+    return repr(text) if " " in text or not text or not text.isprintable() else text

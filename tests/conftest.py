@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from freetoken.commands.process import wait_passively
 from freetoken.demo.build import ensure_demo
 
-wait_passively(os.environ)  # as the worker does; no test has loaded torch yet
+# Several processes share the cores here: OpenMP threads that spin at barriers would hold each other
+# up (30 times slower seen on two cores). Read when torch is loaded, by us and by child processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")
 def demo_dir() -> Path:
     """The demo checkpoint (bf16, Qwen3-MoE form) in the user's own cache, built on first use."""
     return ensure_demo(report=print)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A test that runs an entry point sets up logging; the next one must not notice."""
+    logger = logging.getLogger("freetoken")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
+    logger.handlers[:] = handlers

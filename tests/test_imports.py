@@ -13,13 +13,13 @@ ENTRIES = {
     "freetoken.cli": (*HEAVY, "numpy", "transformers", "pydantic", "zmq"),
     "freetoken.config": (*HEAVY, "numpy", "transformers", "zmq"),
     "freetoken.options": (*HEAVY, "numpy", "transformers", "zmq"),
-    "freetoken.commands.serve": (*HEAVY, "numpy", "transformers", "fastapi"),
-    "freetoken.commands.process": (*HEAVY, "numpy", "transformers", "fastapi", "tokenizers"),
+    "freetoken.commands.serve": (*HEAVY, "numpy", "transformers", "starlette"),
+    "freetoken.commands.process": (*HEAVY, "numpy", "transformers", "starlette", "tokenizers"),
     "freetoken.commands.chat": HEAVY,
     "freetoken.commands.demo": HEAVY,
-    "freetoken.launcher.supervisor": (*HEAVY, "numpy", "transformers", "fastapi"),
+    "freetoken.launcher.supervisor": (*HEAVY, "numpy", "transformers", "starlette"),
     "freetoken.api.process": HEAVY,
-    "freetoken.scheduler.process": (*HEAVY, "numpy", "transformers", "tokenizers", "fastapi"),
+    "freetoken.scheduler.process": (*HEAVY, "numpy", "transformers", "tokenizers", "starlette"),
 }
 
 

@@ -1,18 +1,44 @@
-"""The form of log lines."""
+"""Log lines: one event, one line."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 
 from freetoken import log
 
 
-@pytest.mark.parametrize("value", ["a\nb=c", "a b", "", "\x1b[2J", "a\u2028b"])
-def test_a_value_cannot_end_its_line_or_pose_as_a_field(value: str) -> None:
-    line = log.event("http.error", path=value)
-    assert line == f"http.error path={value!r}"
-    assert len(line.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("plain", "plain"),
+        ("two words", "'two words'"),
+        ("", "''"),
+        ("a\nforged", "'a\\nforged'"),
+        ("\x1b[2J", "'\\x1b[2J'"),
+        ("Grüße", "Grüße"),
+        (3, "3"),
+        (1234.5678, "1235"),
+        (None, "None"),
+    ],
+)
+def test_a_value_is_shown_within_one_line(value: object, shown: str) -> None:
+    assert log.event("it.happened", key=value) == f"it.happened key={shown}"
 
 
-def test_plain_values_are_not_quoted() -> None:
-    assert log.event("end", id="r-1", ms=1.23456, n=3) == "end id=r-1 ms=1.235 n=3"
+def test_fields_keep_their_order() -> None:
+    assert log.event("end", id="r1", b=2, a=1) == "end id=r1 b=2 a=1"
+
+
+def test_records_carry_the_process_s_name_once_however_often_it_is_set_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.setup("freetoken-test", "INFO")
+    log.setup("freetoken-test", "INFO")
+    logger = log.get("freetoken.somewhere")
+    logger.debug("too quiet")
+    logger.info("heard")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["I freetoken-test heard"]
+    assert len(logging.getLogger("freetoken").handlers) == 1

@@ -71,7 +71,7 @@ class Link:
         keys: CurveKeys | None = None,
     ) -> None:
         self.name = f"api-{os.getpid()}-{secrets.token_hex(4)}"
-        self.num_malformed = 0
+        self._num_malformed = 0
         self._context = context
         self._endpoints = endpoints
         self._taker = taker
@@ -90,6 +90,11 @@ class Link:
     @property
     def is_up(self) -> bool:
         return self._welcome is not None
+
+    @property
+    def num_malformed(self) -> int:
+        """Frames that were no message or no beat, dropped."""
+        return self._num_malformed + self._beats.num_malformed
 
     def start(self) -> None:
         """Begin to talk, from within the running loop."""
@@ -190,8 +195,10 @@ class Link:
                     raise WireError(f"{len(frames)} frames instead of 1")
                 message = decode(frames[0])
             except WireError as error:
-                self.num_malformed += 1
-                _log.warning(log.event("wire.malformed", count=self.num_malformed, what=str(error)))
+                self._num_malformed += 1
+                _log.warning(
+                    log.event("wire.malformed", count=self._num_malformed, what=str(error))
+                )
                 continue
             if isinstance(message, Welcome):
                 self._greet(message)

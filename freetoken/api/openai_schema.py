@@ -6,7 +6,6 @@ that would change the answer and is not supported is refused by name; null means
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
@@ -15,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from freetoken.api.errors_http import ApiError, invalid
+from freetoken.nearest import find_nearest
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -145,8 +145,8 @@ def _refuse_unless_neutral(name: str, value: object, known: tuple[str, ...]) -> 
             name,
             code="unsupported_field",
         )
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    near = find_nearest(name, known)
+    hint = "leave it out" if near is None else f"did you mean {near}?"
     shown = name if len(name) <= 80 else name[:80] + "…"
     raise invalid(f"the field {shown!r} is not supported; {hint}", shown, code="unsupported_field")
 

@@ -81,9 +81,6 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
-
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Special tokens written out in it become their ids, as elsewhere."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -8,15 +8,15 @@ checked here.
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 from argparse import SUPPRESS
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
 from freetoken import log, options
 from freetoken.commands import checkpoint, host
 from freetoken.commands.resolve import complete, resolve_model
 from freetoken.config import Config
+from freetoken.kernels.threads import limit_spinning
 from freetoken.launcher import guard, rundir
 
 DESCRIPTIONS = {
@@ -64,15 +64,6 @@ def run_alone(room: str, config: Config) -> int:
 def start(room: str, config: Config) -> int:
     """The room's own entry point; it is imported only here."""
     if room == "worker":
-        wait_passively(os.environ)
+        limit_spinning()
     process = importlib.import_module(f"freetoken.{room}.process")
     return int(process.run(config))
-
-
-def wait_passively(environ: MutableMapping[str, str]) -> None:
-    """Let OpenMP threads sleep at barriers, unless the user says otherwise; before torch is loaded.
-
-    Spinning threads gain nothing on an idle machine and lose everything on a busy one: the demo's
-    step took 700 ms instead of 60 beside two busy processes on two cores.
-    """
-    environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -7,13 +7,15 @@ The loader fills either through `put`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 
 from freetoken.experts.layout import ALIGNMENT_BYTES, ExpertLayout
-from freetoken.kernels.prepacked import linear_packed, prepack
+from freetoken.kernels.hugepages import MemoryRange
+from freetoken.kernels.prepacked import linear_packed, packed_memory, plain_memory, prepack
 
 
 class ExpertBank(Protocol):
@@ -25,8 +27,16 @@ class ExpertBank(Protocol):
     def put(self, expert: int, name: str, tensor: torch.Tensor) -> None:
         """Copy one tensor of one expert into the bank; `tensor` has the layout's shape."""
 
-    def linear(self, expert: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        """x: [S, in] → [S, out], through the matrix `name` of `expert` and its bias if any."""
+    def linear(
+        self, name: str, experts: Sequence[int], xs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The matrix `name` of each expert, with its bias if any, times its tokens.
+
+        xs: for each expert [S, in] · returns for each [S, out].
+        """
+
+    def memory(self) -> list[MemoryRange]:
+        """Where the matrices lie."""
 
 
 def allocate_rows(num_rows: int, row_bytes: int, device: torch.device | str) -> torch.Tensor:
@@ -58,9 +68,18 @@ class RowBank:
     def put(self, expert: int, name: str, tensor: torch.Tensor) -> None:
         self._views[name][expert].copy_(tensor)
 
-    def linear(self, expert: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        bias = self._views[f"{name}_bias"][expert] if self.layout.has_bias else None
-        return F.linear(x, self._views[name][expert], bias)
+    def linear(
+        self, name: str, experts: Sequence[int], xs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        weight = self._views[name]
+        bias = self._views.get(f"{name}_bias")
+        return [
+            F.linear(x, weight[expert], None if bias is None else bias[expert])
+            for expert, x in zip(experts, xs, strict=True)
+        ]
+
+    def memory(self) -> list[MemoryRange]:
+        return [plain_memory(self.rows)]
 
 
 class PackedBank:
@@ -80,8 +99,21 @@ class PackedBank:
         else:
             self._tensors[name][expert] = tensor.to(dtype, copy=True)
 
-    def linear(self, expert: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self._tensors[name][expert]
-        assert weight is not None, f"{name} of expert {expert} was never loaded"
-        bias = self._tensors[f"{name}_bias"][expert] if self.layout.has_bias else None
-        return linear_packed(x, weight, bias)
+    def linear(
+        self, name: str, experts: Sequence[int], xs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        weights = cast(list[torch.Tensor], self._tensors[name])
+        biases = self._tensors.get(f"{name}_bias")
+        return [
+            linear_packed(x, weights[expert], None if biases is None else biases[expert])
+            for expert, x in zip(experts, xs, strict=True)
+        ]
+
+    def memory(self) -> list[MemoryRange]:
+        return [
+            packed_memory(weight)
+            for tensor in self.layout.tensors
+            if len(tensor.shape) == 2
+            for weight in self._tensors[tensor.name]
+            if weight is not None
+        ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from freetoken.experts.bank import ExpertBank
@@ -40,6 +42,9 @@ class InPlaceExperts:
         distinct, self._distinct = self._distinct, 0
         return distinct
 
-    def _linear(self, expert: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        self._distinct += name == self.bank.layout.up
-        return self.bank.linear(expert, name, x)
+    def _linear(
+        self, name: str, experts: Sequence[int], xs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        if name == self.bank.layout.up:
+            self._distinct += len(experts)
+        return self.bank.linear(name, experts, xs)

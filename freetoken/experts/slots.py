@@ -29,11 +29,6 @@ class SlotCounters:
     distinct: int = 0
 
 
-def slot_pool_bytes(num_slots: int, num_experts: int, row_bytes: int) -> int:
-    """Memory of a SlotPool: the slots, and scratch rows for all experts of one layer."""
-    return (num_slots + num_experts) * row_bytes
-
-
 class SlotPool:
     """Rows `[0, num_slots)` are slots, the `num_experts` rows after them scratch."""
 

@@ -6,7 +6,7 @@ N rows of a slot pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -15,8 +15,9 @@ import torch
 Gate = Callable[[torch.Tensor], torch.Tensor]
 # Applied to each expert's output [S, C] before the routing weights; None in most families.
 PostNorm = Callable[[torch.Tensor], torch.Tensor] | None
-# (expert or row number, matrix name, x [S, in]) → [S, out], bias included.
-ExpertLinear = Callable[[int, str, torch.Tensor], torch.Tensor]
+# (matrix name, numbers of experts or rows, for each its tokens [S, in]) → for each [S, out],
+# bias included.
+ExpertLinear = Callable[[str, Sequence[int], Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class GroupedExperts(Protocol):

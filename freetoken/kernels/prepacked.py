@@ -12,6 +12,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from freetoken.kernels.hugepages import MemoryRange
+
 # Rows that oneDNN is told to expect when it picks the blocked form.
 EXPECTED_ROWS = 8
 
@@ -57,8 +59,20 @@ def linear_packed(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x: [*, in] → [*, out]."""
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
     return out
+
+
+def packed_memory(packed: torch.Tensor) -> MemoryRange:
+    """Where a packed weight lies."""
+    start = int(torch.ops.mkldnn.data_ptr(packed))
+    return MemoryRange(start, start + int(torch.ops.mkldnn._nbytes(packed)))
+
+
+def plain_memory(tensor: torch.Tensor) -> MemoryRange:
+    """Where an ordinary contiguous cpu tensor lies."""
+    start = tensor.data_ptr()
+    return MemoryRange(start, start + tensor.numel() * tensor.itemsize)
 
 
 def _short_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ result does not depend on how tokens were grouped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -30,9 +30,12 @@ def grouped_experts(
     """See ops.GroupedExperts."""
     up, down = list(views)[:2]
 
-    def linear(row: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        bias = views.get(f"{name}_bias")
-        return F.linear(x, views[name][row], None if bias is None else bias[row])
+    def linear(name: str, rows: Sequence[int], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        weight, bias = views[name], views.get(f"{name}_bias")
+        return [
+            F.linear(x, weight[row], None if bias is None else bias[row])
+            for row, x in zip(rows, xs, strict=True)
+        ]
 
     return routed_experts(
         hidden, row_ids, weights, linear, up, down, len(views[up]), gate, post_norm
@@ -52,7 +55,7 @@ def routed_experts(
 ) -> torch.Tensor:
     """hidden: [T, C], ids: [T, K] (outside [0, num_experts): skip), weights: [T, K] → [T, C].
 
-    `linear` computes one expert's matrix for a group of tokens.
+    `linear` computes the matrices of several experts, each for its group of tokens.
     """
     num_tokens, top_k = ids.shape
     if num_tokens == 1:
@@ -60,10 +63,11 @@ def routed_experts(
     pairs, groups = group_by_expert(ids, num_experts)
     if not groups:
         return torch.zeros_like(hidden)
+    experts = [expert for expert, _ in groups]
+    sizes = [count for _, count in groups]
     x = hidden.index_select(0, pairs // top_k)
-    x = _per_group(x, groups, linear, up)
-    x = gate(x)
-    x = _per_group(x, groups, linear, down)
+    x = gate(torch.cat(linear(up, experts, x.split(sizes))))
+    x = torch.cat(linear(down, experts, x.split(sizes)))
     if post_norm is not None:
         x = post_norm(x)
     if len(pairs) == ids.numel():
@@ -78,22 +82,19 @@ def routed_experts(
 
 def group_by_expert(
     ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
+) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Sort token-expert pairs by expert.
 
     Returns pairs [S'] int64, the flat indices into ids [T, K] that are not skipped, and
-    (expert, lo, hi) for each group `[lo, hi)` of them.
+    (expert, how many of them) for each group, in their order.
     """
     flat, pairs = ids.flatten().sort(stable=True)
-    groups = []
-    first = lo = 0
-    for expert, count in _runs(flat):
-        if 0 <= expert < num_experts:
-            groups.append((expert, lo, lo + count))
-            lo += count
-        elif expert < 0:
-            first += count
-    return pairs[first : first + lo], groups
+    runs = _runs(flat)
+    groups = [(expert, count) for expert, count in runs if 0 <= expert < num_experts]
+    if len(groups) < len(runs):
+        first = sum(count for expert, count in runs if expert < 0)
+        pairs = pairs[first : first + sum(count for _, count in groups)]
+    return pairs, groups
 
 
 def _runs(values: torch.Tensor) -> list[tuple[int, int]]:
@@ -102,13 +103,6 @@ def _runs(values: torch.Tensor) -> list[tuple[int, int]]:
         return [(value, len(list(run))) for value, run in groupby(values.tolist())]
     found, counts = torch.unique_consecutive(values, return_counts=True)
     return list(zip(found.tolist(), counts.tolist(), strict=True))
-
-
-def _per_group(
-    x: torch.Tensor, groups: list[tuple[int, int, int]], linear: ExpertLinear, name: str
-) -> torch.Tensor:
-    parts = [linear(expert, name, x[lo:hi]) for expert, lo, hi in groups]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _one_token(
@@ -130,8 +124,8 @@ def _one_token(
             return torch.zeros_like(hidden)
         weights = weights[:, kept]
         chosen = [chosen[k] for k in kept]
-    x = gate(torch.cat([linear(expert, up, hidden) for expert in chosen]))
-    x = torch.cat([linear(expert, down, x[k : k + 1]) for k, expert in enumerate(chosen)])
+    x = gate(torch.cat(linear(up, chosen, [hidden] * len(chosen))))
+    x = torch.cat(linear(down, chosen, x.split(1)))
     if post_norm is not None:
         x = post_norm(x)
     return (x * weights[0].unsqueeze(-1)).sum(0, keepdim=True).to(hidden.dtype)

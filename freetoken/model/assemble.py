@@ -150,7 +150,9 @@ def assemble(
         else:
             assert isinstance(bank, RowBank), "slots are filled from rows"
             attach_experts(module, SlotExperts(layer, bank, pool, grouped_experts, gate, norm))
+    memory = [piece for experts in in_place for piece in experts.bank.memory()]
     if device == "cpu":
-        speed_up_for_cpu(model, shape.dtype)
+        memory += speed_up_for_cpu(model, shape.dtype)
     model.requires_grad_(False)
-    return ServedModel(model, shape, attention, find_decoder_layers(model), in_place, pool)
+    layers = find_decoder_layers(model)
+    return ServedModel(model, shape, attention, layers, in_place, pool, memory)

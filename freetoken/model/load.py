@@ -6,15 +6,14 @@ would queue every tensor and stack whole layers.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from freetoken.errors import ConfigError, EngineError
+from freetoken.kernels.hugepages import collapse_in_background
 from freetoken.model.assemble import ExpertsMode, Weights, assemble
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import TensorReader, list_tensors, read_config, resolve_dtype
@@ -27,6 +26,7 @@ from freetoken.model.conversion import (
     plan_loading,
     read_sources,
 )
+from freetoken.model.heap import trim_heap
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape, measure_shape
 
@@ -70,7 +70,7 @@ def load_model(
     weights = Weights(model, experts, device)
     _read_weights(plan, model, weights, progress)
     weights.finish(plan.missing)
-    return assemble(
+    served = assemble(
         model,
         shape,
         weights,
@@ -78,6 +78,9 @@ def load_model(
         num_slots=num_slots,
         context_tokens=context_tokens or shape.window,
     )
+    trim_heap()
+    collapse_in_background(served.memory)
+    return served
 
 
 def _read_weights(
@@ -100,7 +103,6 @@ def _read_weights(
             untrimmed = 0
         done += task.num_bytes
         progress("loading", done, total)
-    trim_heap()
 
 
 def _fill_bank(
@@ -135,12 +137,3 @@ def _rows(task: Task, converted: dict[str, torch.Tensor], num_rows: int) -> torc
             f"{ {name: tuple(t.shape) for name, t in converted.items()} }"
         )
     return tensor
-
-
-def trim_heap() -> None:
-    """Give freed memory back to the system, where the C library can.
-
-    Loading 1.9 GB of experts left 0.6 GB of holes without it (glibc 2.36, 2026-12-01).
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from freetoken.experts.inplace import InPlaceExperts
 from freetoken.experts.slots import SlotCounters, SlotPool
+from freetoken.kernels.hugepages import MemoryRange
 from freetoken.model.attention import PagedAttention
 from freetoken.model.context import StepContext
 from freetoken.model.passes import chunked_layers, cut_chunks
@@ -38,7 +39,10 @@ class ExpertCounters:
 
 
 class ServedModel:
-    """Runs forwards; logits come back as float32."""
+    """Runs forwards; logits come back as float32.
+
+    `memory`: where the weights lie that each step reads on the CPU.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class ServedModel:
         layers: nn.ModuleList,
         in_place: Sequence[InPlaceExperts],
         pool: SlotPool | None,
+        memory: Sequence[MemoryRange],
     ) -> None:
         self.shape = shape
         self._model = model
@@ -55,6 +60,7 @@ class ServedModel:
         self._layers = layers
         self._in_place = in_place
         self._pool = pool
+        self.memory = memory
 
     @torch.inference_mode()
     def forward(

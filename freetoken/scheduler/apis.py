@@ -143,13 +143,20 @@ class ApiSide:
         self._scheduler.abort_all(peer.identity, now_s)
 
 
+def refuse(hello: Hello, reason: str) -> Refused:
+    """The answer to a peer that must end."""
+    _log.warning(log.event("hello.refused", peer=hello.name, pid=hello.pid, reason=reason))
+    return Refused(reason)
+
+
 def refusal(hello: Hello, role: Role) -> Refused:
     if hello.protocol != PROTOCOL_VERSION:
-        return Refused(
+        return refuse(
+            hello,
             f"{hello.name} speaks protocol {hello.protocol}, this scheduler speaks "
-            f"{PROTOCOL_VERSION}; run the same version of FreeToken everywhere"
+            f"{PROTOCOL_VERSION}; run the same version of FreeToken everywhere",
         )
-    return Refused(f"{hello.name} is no {role.value}: it connected to the wrong socket")
+    return refuse(hello, f"{hello.name} is no {role.value}: it connected to the wrong socket")
 
 
 def _overrun(request_id: str) -> Failed:

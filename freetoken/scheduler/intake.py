@@ -9,7 +9,7 @@ import msgspec
 from freetoken import log
 from freetoken.errors import ErrorCode, RequestError
 from freetoken.scheduler.admission import AGE_S, WaitQueue
-from freetoken.scheduler.fit import Never, explain, fit
+from freetoken.scheduler.fit import Never, explain, fit, num_pages_for
 from freetoken.scheduler.ledger import Ledger
 from freetoken.scheduler.node import TOKEN_BYTES
 from freetoken.scheduler.request import Request
@@ -80,6 +80,8 @@ def _check_fit(request_id: str, num_tokens: int, ledger: Ledger, window: int) ->
             id=request_id,
             tokens=num_tokens,
             context=capacity.context_tokens,
+            pages=num_pages_for(num_tokens, capacity.page_size),
+            context_pages=capacity.context_tokens // capacity.page_size,
             resource=verdict.resource,
             needed=verdict.needed,
             available=verdict.available,

@@ -200,7 +200,9 @@ class SchedulerProcess:
 
     def _engine_state(self) -> EngineState:
         scheduler, status = self._scheduler, self._status
-        scheduler.counters.malformed_frames = sum(r.num_malformed for r in self._routers)
+        scheduler.counters.malformed_frames = self._beats.num_malformed + sum(
+            router.num_malformed for router in self._routers
+        )
         return EngineState(
             phase=status.phase,
             detail=status.detail,

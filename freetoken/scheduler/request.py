@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from freetoken.scheduler.node import TOKEN_BYTES, Node
-from freetoken.wire.messages import FinishReason, RowStart, Sampling
+from freetoken.wire.messages import RowStart, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,6 @@ class Request:
         "decode_limit",
         "expert_bytes",
         "extend_planned_s",
-        "finish",
         "first_token_s",
         "followers",
         "id",
@@ -101,7 +100,6 @@ class Request:
         self.order = order
         self.arrived_s = arrived_s
         self.state = State.WAITING
-        self.finish: FinishReason | None = None
         self.first_token_s: float | None = None
         self.cached_tokens: int | None = None  # found in the cache when it first ran
         self.followers: list[Request] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from freetoken import log
-from freetoken.scheduler.apis import ApiSide, refusal
+from freetoken.scheduler.apis import ApiSide, refusal, refuse
 from freetoken.scheduler.health import Health, Status
 from freetoken.scheduler.peers import Peer, PeerTable
 from freetoken.scheduler.results import Outputs
@@ -17,7 +17,6 @@ from freetoken.wire.messages import (
     FailureScope,
     Hello,
     Message,
-    Refused,
     Role,
     Shutdown,
     StepResult,
@@ -113,7 +112,7 @@ class WorkerSide:
         old = self._worker
         if old is not None and old.identity != identity and old.has_exited is False:
             reason = f"worker {old.name} (process {old.pid}) is connected already"
-            self._router.send(identity, Refused(reason))
+            self._router.send(identity, refuse(hello, reason))
             return
         if old is not None:
             self._lose(f"worker {old.name} began anew", now_s)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from freetoken import log
 from freetoken.wire.codec import WireError, decode, encode
 from freetoken.wire.messages import Beat
 from freetoken.wire.sockets import CurveKeys, bind_router, connect_dealer
@@ -24,6 +25,8 @@ LOST_S = 5.0
 
 MakeBeat = Callable[[], Beat]
 """Called in the heartbeat thread; reads plain attributes only."""
+
+_log = log.get(__name__)
 
 
 def open_exit_fd(pid: int) -> int | None:
@@ -49,9 +52,10 @@ class Heard:
 
 
 class _BeatThread:
-    """One socket, one thread; `stop` joins it."""
+    """One socket, one thread; `stop` joins it. What is no beat is counted, logged and dropped."""
 
     def __init__(self, name: str, make_beat: MakeBeat) -> None:
+        self.num_malformed = 0
         self._make_beat = make_beat
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -65,6 +69,21 @@ class _BeatThread:
 
     def _run(self) -> None:
         raise NotImplementedError
+
+    def _read(self, frame: bytes) -> Beat | None:
+        try:
+            beat = decode(frame)
+        except WireError as error:
+            self._count(str(error))
+            return None
+        if isinstance(beat, Beat):
+            return beat
+        self._count(f"a {type(beat).__name__} instead of a Beat")
+        return None
+
+    def _count(self, what: str) -> None:
+        self.num_malformed += 1
+        _log.warning(log.event("wire.malformed", count=self.num_malformed, what=what))
 
 
 class BeatServer(_BeatThread):
@@ -97,11 +116,11 @@ class BeatServer(_BeatThread):
             if not self._socket.poll(int(INTERVAL_S * 1000)):
                 continue
             frames = self._socket.recv_multipart()
-            try:
-                beat = decode(frames[-1])
-            except WireError:
+            if len(frames) != 2:
+                self._count(f"{len(frames)} frames instead of 2")
                 continue
-            if not isinstance(beat, Beat) or len(frames) != 2:
+            beat = self._read(frames[1])
+            if beat is None:
                 continue
             self._heard[beat.name] = Heard(beat, time.monotonic())
             try:
@@ -138,11 +157,9 @@ class BeatClient(_BeatThread):
             while (left_s := deadline_s - time.monotonic()) > 0:
                 if not self._socket.poll(int(left_s * 1000) + 1):
                     break
-                try:
-                    beat = decode(self._socket.recv())
-                except WireError:
+                beat = self._read(self._socket.recv())
+                if beat is None:
                     continue
-                if isinstance(beat, Beat):
-                    self.last = Heard(beat, time.monotonic())
+                self.last = Heard(beat, time.monotonic())
                 self._stopping.wait(max(0.0, deadline_s - time.monotonic()))
         self._socket.close(0)

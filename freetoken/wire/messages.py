@@ -165,7 +165,7 @@ class Phase(StrEnum):
 
 
 class EngineState(_Message, frozen=True):
-    """Sent after Welcome, on every change of phase, and twice a second while loading."""
+    """Sent after Welcome, on every change of phase, and twice a second."""
 
     phase: Phase
     detail: str  # for people: what is being done, or what went wrong

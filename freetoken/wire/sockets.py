@@ -67,12 +67,21 @@ class Endpoints:
 
 
 def make_run_dir(path: Path) -> Path:
-    """Create `path` with mode 0700, or check that an existing one is ours and private."""
+    """Create `path` with mode 0700, or check that an existing one is ours and private.
+
+    An empty one is made private; one that holds something is somebody's choice, and refused.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.stat()
     if info.st_uid != os.getuid():
         raise ConfigError(f"run directory {path} belongs to uid {info.st_uid}, not {os.getuid()}")
-    if stat.S_IMODE(info.st_mode) & 0o077:
+    mode = stat.S_IMODE(info.st_mode)
+    if mode & 0o077:
+        if any(path.iterdir()):
+            raise ConfigError(
+                f"run directory {path} is open to others (mode {mode:04o}) and not empty; close it "
+                "with chmod 700, or give another --run-dir"
+            )
         path.chmod(0o700)
     return path
 

@@ -1,12 +1,10 @@
 """How much host memory the worker may take: free RAM, or less if a cgroup says so.
 
-Called at start: measured before loading, released after it.
+Called at start, before anything is loaded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from pathlib import Path
 
 import psutil
@@ -23,13 +21,6 @@ def measure_budget() -> int:
     free = psutil.virtual_memory().available
     limit = cgroup_free(CGROUP_ROOT, OWN_CGROUPS)
     return budget_of(free if limit is None else min(free, limit))
-
-
-def release_free_memory() -> None:
-    """Give what malloc keeps back to the system: after loading the demo model, 375 of 2018 MiB, the
-    holes that short-lived tensors left between long-lived ones (glibc; elsewhere nothing)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def budget_of(free_bytes: int) -> int:

@@ -51,8 +51,8 @@ class CheckpointSource:
             device=str(self._device),
             experts=experts,
             num_slots=num_slots,
-            progress=report,
             context_tokens=context_tokens,
+            progress=report,
         )
 
     def make_pools(self, num_pages: int, page_size: int) -> KvPools:

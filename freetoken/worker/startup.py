@@ -17,6 +17,7 @@ import msgspec
 from freetoken import log
 from freetoken.config import Config
 from freetoken.model.context import KvPools
+from freetoken.model.heap import trim_heap
 from freetoken.wire.messages import (
     Extend,
     PageRun,
@@ -28,7 +29,7 @@ from freetoken.wire.messages import (
     WorkerReady,
     pack_ids,
 )
-from freetoken.worker.budget import release_free_memory
+from freetoken.worker.kv import pool_bytes
 from freetoken.worker.link import Progress
 from freetoken.worker.memory import MemoryPlan, plan_memory
 from freetoken.worker.runner import Limits, Model, Runner
@@ -95,10 +96,10 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, plan.context_tokens, report)
-        release_free_memory()
+        trim_heap()
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
-        assert sum(pool.nbytes for pool in (*pools.k, *pools.v)) == plan.prices["kv"]
+        assert pool_bytes(pools) == plan.prices["kv"]
         runner = Runner(model, pools, limits)
         warm_up(runner)
     ready = WorkerReady(
@@ -187,9 +188,19 @@ def log_plan(config: Config, sizes: ModelSizes, plan: MemoryPlan, experts: Exper
         f"window {plan.window}, resident experts {plan.resident_rate * 100:.0f} %)"
     )
     if plan.context_tokens < plan.window:
-        _log.warning("%s; --context-tokens %d uses the whole window", line, plan.window)
+        _log.warning("%s; %s uses the whole window", line, whole_window_flag(config, plan))
     else:
         _log.info(line)
+
+
+def whole_window_flag(config: Config, plan: MemoryPlan) -> str:
+    """The option that lets one request use the whole window: the one that sizes the pool now."""
+    pages = -(-plan.window // plan.page_size)
+    if config.num_tokens is not None:
+        return f"--num-tokens {pages * plan.page_size}"
+    if config.num_pages is not None:
+        return f"--num-pages {pages}"
+    return f"--context-tokens {plan.window}"
 
 
 def warm_up(runner: Runner) -> None:

@@ -40,12 +40,14 @@ def test_bank_computes_each_expert_with_its_own_weights(
     bank = form(ExpertLayout.plan(shapes(has_bias), dtype), E)
     filled = fill(bank)
     x = torch.randn(4, C, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for expert in range(E):
+    experts = [2, 0, 1]
+    products = bank.linear("gate_up_proj", experts, [x, x[:1], x[1:]])
+    for expert, got, tokens in zip(experts, products, [x, x[:1], x[1:]], strict=True):
         weight = filled[expert, "gate_up_proj"].float()
         bias = filled[expert, "gate_up_proj_bias"].float() if has_bias else None
-        got = bank.linear(expert, "gate_up_proj", x).float()
+        expected = F.linear(tokens.float(), weight, bias)
         # One rounding to bf16 is 2^-9 relative; the sums are of C terms of order one.
-        torch.testing.assert_close(got, F.linear(x.float(), weight, bias), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(got.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_rows_hold_exactly_what_was_put() -> None:
@@ -68,4 +70,15 @@ def test_bank_keeps_no_reference_to_what_was_put() -> None:
     value = torch.ones(C, FF)
     bank.put(0, "down_proj", value)
     value.zero_()
-    assert bank.linear(0, "down_proj", torch.ones(1, FF)).eq(FF).all()
+    assert bank.linear("down_proj", [0], [torch.ones(1, FF)])[0].eq(FF).all()
+
+
+def test_memory_of_a_bank_holds_its_matrices() -> None:
+    layout = ExpertLayout.plan(shapes(False), torch.bfloat16)
+    num_bytes = sum(tensor.num_bytes for tensor in layout.tensors)
+    for form in (RowBank, PackedBank):
+        if form is PackedBank and not can_prepack(torch.bfloat16):
+            continue
+        bank = form(layout, E)
+        fill(bank)
+        assert sum(piece.end - piece.start for piece in bank.memory()) >= E * num_bytes

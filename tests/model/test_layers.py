@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,7 +12,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from freetoken.kernels.prepacked import can_prepack
-from freetoken.model.layers import FusedRMSNorm, PackedLinear, speed_up_for_cpu
+from freetoken.model.layers import (
+    FusedRMSNorm,
+    PackedLinear,
+    SiblingLinear,
+    speed_up_for_cpu,
+)
 
 C = 64
 
@@ -93,6 +100,69 @@ def test_linear_layers_of_bf16_are_packed(has_bias: bool) -> None:
         x = torch.randn(shape).bfloat16()
         torch.testing.assert_close(packed(x), plain(x), rtol=2**-7, atol=1e-2)
     assert packed(torch.empty(1, 0, C, dtype=torch.bfloat16)).shape == (1, 0, 48)
+
+
+class Attention(nn.Module):
+    """As many families write it: three layers read the same tensor."""
+
+    def __init__(self, has_bias: bool = False, v_bias: bool | None = None) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(C, 48, bias=has_bias)
+        self.k_proj = nn.Linear(C, 16, bias=has_bias)
+        self.v_proj = nn.Linear(C, 24, bias=has_bias if v_bias is None else v_bias)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+
+
+def sped_up_attention(**options: bool) -> tuple[Attention, Attention]:
+    if not can_prepack(torch.bfloat16):
+        pytest.skip("this CPU has no packed bf16")
+    torch.manual_seed(0)
+    plain = Attention(**options).bfloat16()
+    fast = deepcopy(plain)
+    speed_up_for_cpu(fast, torch.bfloat16)
+    return plain, fast
+
+
+def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.no_grad()
+def test_siblings_compute_what_they_computed_apart(has_bias: bool) -> None:
+    plain, fast = sped_up_attention(has_bias=has_bias)
+    assert isinstance(fast.q_proj, SiblingLinear)
+    assert fast.q_proj.shared is fast.v_proj.shared
+    for length in (1, 5, 1, 0):
+        x = torch.randn(1, length, C).bfloat16()
+        assert_same(fast(x), plain(x))
+
+
+@torch.no_grad()
+def test_siblings_called_with_different_tensors_or_in_any_order_are_right() -> None:
+    plain, fast = sped_up_attention()
+    x, y = torch.randn(2, 3, C).bfloat16()
+    calls = [("q", x), ("k", y), ("v", x), ("q", x), ("q", x), ("v", y), ("k", x), ("v", x)]
+    got = [getattr(fast, f"{name}_proj")(z) for name, z in calls]
+    assert_same(got, [getattr(plain, f"{name}_proj")(z) for name, z in calls])
+
+
+@torch.no_grad()
+def test_siblings_keep_nothing_alive_once_all_have_been_called() -> None:
+    _, fast = sped_up_attention()
+    x = torch.randn(1, 3, C).bfloat16()
+    alive = weakref.ref(x)
+    fast(x)
+    del x
+    assert alive() is None
+
+
+def test_layers_of_which_only_some_have_a_bias_stay_apart() -> None:
+    _, fast = sped_up_attention(has_bias=True, v_bias=False)
+    assert isinstance(fast.q_proj, PackedLinear)
 
 
 def test_layers_kept_in_another_type_than_the_models_are_left_alone() -> None:

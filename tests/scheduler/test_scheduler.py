@@ -140,7 +140,7 @@ def test_the_refusal_names_the_numbers_and_is_logged(caplog: pytest.LogCaptureFi
         "prompt needs 200 tokens (13 pages of 16), the pool holds 128 (8); "
         "raise --context-tokens or shorten the prompt"
     )
-    assert "request.refused id=a tokens=200 context=128" in caplog.text
+    assert "request.refused id=a tokens=200 context=128 pages=13 context_pages=8" in caplog.text
     assert driver.gauge("requests_refused") == 1
 
 

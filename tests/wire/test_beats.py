@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from freetoken.wire.beats import LOST_S, BeatClient, BeatServer, open_exit_fd
-from freetoken.wire.messages import Beat, Phase
+from freetoken.wire.codec import encode
+from freetoken.wire.messages import Abort, Beat, Phase
 from freetoken.wire.sockets import connect_dealer
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -66,7 +67,9 @@ def test_both_sides_hear_each_other_and_notice_silence(context: Context, endpoin
         server.stop()
 
 
-def test_the_server_survives_frames_that_are_no_beats(context: Context, endpoint: str) -> None:
+def test_the_server_counts_and_survives_frames_that_are_no_beats(
+    context: Context, endpoint: str
+) -> None:
     server = BeatServer(context, endpoint, lambda: beat("scheduler"))
     server.start()
     rude = connect_dealer(context, endpoint, "rude")
@@ -75,8 +78,10 @@ def test_the_server_survives_frames_that_are_no_beats(context: Context, endpoint
         rude.send(b"\xc1")
         rude.send(b"")
         rude.send_multipart([b"a", b"b", b"c"])
+        rude.send(encode(Abort("r")))
         client.start()
         wait_until(lambda: server.heard("w"))
+        wait_until(lambda: server.num_malformed == 4)
     finally:
         client.stop()
         server.stop()

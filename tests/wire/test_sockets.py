@@ -72,6 +72,14 @@ def test_a_run_directory_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(make_run_dir(path).stat().st_mode) == 0o700
 
 
+def test_a_directory_in_use_that_others_may_enter_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "theirs").touch()
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"mode 0755\) and not empty; .* another --run-dir"):
+        make_run_dir(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
 def test_a_socket_path_beyond_the_limit_is_refused_with_its_length(tmp_path: Path) -> None:
     name = "d" * (MAX_SOCKET_PATH_BYTES - len(str(tmp_path)) - len("//worker.sock"))
     fitting = Endpoints.in_directory(tmp_path / name)

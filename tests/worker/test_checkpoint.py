@@ -161,28 +161,56 @@ def test_the_threshold_is_announced_with_slots_only(checkpoint):
     assert given.max_pass_tokens > given.max_step_tokens
 
 
-def test_a_window_that_does_not_fit_the_pool_is_warned_of_with_the_flag(checkpoint, caplog):
+@pytest.mark.parametrize(
+    ("pool", "flag"),
+    [
+        ({"num_tokens": 128}, "--num-tokens 256"),
+        ({"num_pages": 32}, "--num-pages 64"),
+    ],
+)
+def test_a_window_that_does_not_fit_the_pool_is_warned_of_with_the_flag(
+    checkpoint, caplog, pool, flag
+):
     logger = logging.getLogger("freetoken")
     was, logger.propagate = logger.propagate, True
     try:
         with caplog.at_level(logging.INFO, "freetoken"):
-            started = start_worker(checkpoint, num_tokens=128)
+            started = start_worker(checkpoint, **pool)
     finally:
         logger.propagate = was
     lines = [record for record in caplog.records if "effective KV context" in record.message]
     assert [line.levelname for line in lines] == ["WARNING"]
     assert "128 tokens (reserve 128, window 256, resident experts 100 %)" in lines[0].message
-    assert "--context-tokens" in lines[0].message
+    assert lines[0].message.endswith(f"; {flag} uses the whole window")
     assert started.ready.context_tokens == 128
     text = "\n".join(record.message for record in caplog.records)
     assert "requested" in text
-    assert "num_tokens=128" in text
+    assert next(f"{name}={value}" for name, value in pool.items()) in text
     assert "resolved moe_cache_size=0 num_pages=32 page_size=4" in text
 
 
 @pytest.mark.parametrize("experts", ["in-place", "slots"])
 def test_the_self_check_passes_for_a_supported_class(checkpoint, experts):
     CheckpointSource(checkpoint, "auto", torch.device("cpu")).check(experts)
+
+
+def test_the_self_check_runs_in_the_type_that_is_served(checkpoint, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "freetoken.worker.checkpoint.check_model", lambda path, **options: asked.append(options)
+    )
+    CheckpointSource(checkpoint, "bfloat16", torch.device("cpu")).check("in-place")
+    assert asked == [{"experts": "in-place", "dtype": "bfloat16"}]
+
+
+def test_rope_that_would_change_beyond_the_model_s_window_is_refused(tmp_path):
+    config = tiny.make_config("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config.max_position_embeddings = 32
+    path = tiny.save(tiny.make_model(config), tmp_path)
+    assert start_worker(path).ready.context_tokens == 32
+    with pytest.raises(EngineError, match="dynamic cannot serve 64 tokens"):
+        start_worker(path, max_seq_len_override=64)
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
