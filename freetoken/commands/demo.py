@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,15 @@ from freetoken.demo.build import ensure_demo
 from freetoken.demo.once import show_bytes
 from freetoken.demo.recipe import WHAT_IT_IS
 from freetoken.demo.source import SMOLLM2_WHEEL
+from freetoken.launcher import guard
 from freetoken.options import Parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Progress goes to stderr, the result to stdout. EngineError if it cannot be built."""
     options = _parser().parse(argv)
+    if options.launcher_pid is not None:
+        guard.end_with_launcher(options.launcher_pid, leaves_files=False)
     path = ensure_demo(
         wheel=options.wheel,
         force=options.force,
@@ -46,4 +50,5 @@ def _parser() -> Parser:
     )
     parser.add_argument("--print-path", action="store_true", help="print only the directory")
     parser.add_argument("--force", action="store_true", help="build it anew")
+    parser.add_argument("--launcher-pid", type=int, help=SUPPRESS)
     return parser

@@ -91,10 +91,13 @@ def _weight_files(directory: Path) -> list[str]:
 
 
 def _ensure_demo() -> Path:
-    """In a process of its own: building the demo loads torch, which a launcher does not want."""
+    """In a process of its own: building the demo loads torch, which a launcher does not want.
+
+    It ends with us, however we end: its input is the lifeline that guard.py listens to.
+    """
     done = subprocess.Popen(
-        ft_command("demo", "--print-path"),
-        stdin=subprocess.DEVNULL,
+        ft_command("demo", "--print-path", "--launcher-pid", str(os.getpid())),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -16,6 +16,7 @@ import msgspec
 
 from freetoken import log
 from freetoken.config import Config
+from freetoken.errors import ConfigError
 from freetoken.model.context import KvPools
 from freetoken.model.heap import trim_heap
 from freetoken.wire.messages import (
@@ -120,8 +121,15 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
 
 
 def choose_experts(config: Config) -> ExpertsMode:
-    """`auto` is in place: on a CPU every expert is in reach."""
-    return "slots" if config.experts == "slots" else "in-place"
+    """`auto` is in place: on a CPU every expert is in reach. ConfigError for a threshold then."""
+    if config.experts == "slots":
+        return "slots"
+    if config.extend_threshold != "auto":
+        raise ConfigError(
+            f"--extend-threshold {config.extend_threshold} is about expert slots, which need "
+            "--experts slots"
+        )
+    return "in-place"
 
 
 def make_request(config: Config, sizes: ModelSizes, experts: ExpertsMode) -> Request:

@@ -21,7 +21,7 @@ from freetoken.wire.messages import (
     pack_ids,
     unpack_ids,
 )
-from tests.fakes.model import FakeModel
+from tests.fakes.model import FakeModel, complete
 from tests.fakes.worker import WorkerScript, make_ready
 
 API = b"api-1"
@@ -171,3 +171,17 @@ class Driver:
 
 def count_extended(plans: Sequence[StepPlan]) -> int:
     return sum(len(extend.token_ids) // 4 for plan in plans for extend in plan.extends)
+
+
+LONG = [1 + i % 50 for i in range(100)]
+
+
+def small(**fields: object) -> Driver:
+    """A driver of 64 pages of four tokens, chunks of sixteen."""
+    values = {"page_size": 4, "num_pages": 64, "max_step_tokens": 16, **fields}
+    return Driver(WorkerScript(**values))  # type: ignore[arg-type]
+
+
+def expect(prompt: list[int], max_tokens: int, **fields: object) -> list[int]:
+    """The text of an undisturbed run."""
+    return complete(prompt, max_tokens, sampling(**fields), 256)

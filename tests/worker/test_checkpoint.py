@@ -156,6 +156,8 @@ def test_the_threshold_is_announced_with_slots_only(checkpoint):
     assert start_worker(checkpoint).ready.max_on_demand_tokens is None
     slots = {"experts": "slots", "moe_cache_size": 4}
     assert start_worker(checkpoint, **slots).ready.max_on_demand_tokens == 8
+    with pytest.raises(ConfigError, match=r"--extend-threshold 5 .* need --experts slots"):
+        start_worker(checkpoint, extend_threshold=5)
     given = start_worker(checkpoint, extend_threshold=0, **slots).ready
     assert given.max_on_demand_tokens == 0
     assert given.max_pass_tokens > given.max_step_tokens
