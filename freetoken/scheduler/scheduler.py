@@ -242,8 +242,8 @@ class Scheduler:
         return rows.outputs
 
     def fail_step(self, step_id: int | None, message: str, now_s: float) -> Outputs | None:
-        """The oldest step in flight failed, and with it its rows; the others go on.
-
+        """The oldest step in flight failed, and with it its rows; the others go on. Rows that
+        decoded beside an extend, which asks for more, extend again instead.
         None, and no effect, if `step_id` is another step (None: the oldest, whichever it is).
         """
         engine = self._engine
@@ -252,10 +252,13 @@ class Scheduler:
         step = self._steps.popleft()
         self.counters.steps_failed += 1
         outputs = Outputs(error=message)
+        for request in step.decodes if step.extends else ():
+            if not request.is_void:
+                engine.roster.start_over(request)
+        error = RequestError(ErrorCode.STEP_FAILED, message)
         for request in step.requests():
             if request.is_void:
                 continue
-            error = RequestError(ErrorCode.STEP_FAILED, message)
             failed = engine.requests.fail(request, error, now_s)
             if failed is not None and request.api is not None:
                 outputs.failed.append((request.api, failed))
