@@ -188,8 +188,7 @@ class Scheduler:
         """`api` cannot be reached: end all its requests; their ids."""
         if self._engine is None:
             return []
-        mine = [request for request in self._engine.requests if request.api == api]
-        for request in mine:
+        for request in (mine := [r for r in self._engine.requests if r.api == api]):
             self._engine.requests.end(request, FinishReason.ABORT, now_s)
         return [request.id for request in mine]
 
@@ -226,8 +225,8 @@ class Scheduler:
             return None
         step = self._steps[0]
         if not _matches(result, step):
-            message = f"the worker's result of step {step.step_id} does not match its plan"
-            return self.fail_step(step.step_id, message, now_s)
+            what = f"the worker's result of step {step.step_id} does not match its plan"
+            return self.fail_step(step.step_id, what, now_s)
         self._steps.popleft()
         self._count(result)
         threshold = result.max_on_demand_tokens
@@ -257,6 +256,7 @@ class Scheduler:
                 engine.roster.start_over(request)
         error = RequestError(ErrorCode.STEP_FAILED, message)
         for request in step.requests():
+            request.keeps = False  # what the next step adds would rest on what is not there
             if request.is_void:
                 continue
             failed = engine.requests.fail(request, error, now_s)

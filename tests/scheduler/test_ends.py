@@ -166,3 +166,17 @@ def test_who_goes_on_after_a_failed_step_can_be_aborted_at_once() -> None:
     driver.run()
     assert driver.finish("b") == "abort"
     driver.scheduler.check_idle()
+
+
+def test_an_aborted_row_of_a_failed_step_leaves_nothing_in_the_cache() -> None:
+    """The next step counts k/v of it as computed, which rest on those that were never written."""
+    driver = small(max_step_tokens=40)
+    driver.submit("a", LONG, 3)
+    driver.plan(fails=True)
+    driver.plan()
+    driver.abort("a")
+    driver.run()
+    driver.submit("again", LONG, 3)
+    driver.run()
+    assert driver.cached("again") == 0
+    assert driver.text("again") == expect(LONG, 3)
