@@ -105,7 +105,7 @@ class Request:
         self.followers: list[Request] = []
         self.requeues = False  # when LEAVING: back to the queue, not gone
         self.keeps = True  # when LEAVING: its computed pages are good
-        self.is_void = False  # LEAVING for good: what steps still bring for it is dropped
+        self.is_void = False  # LEAVING: what steps still bring for it is dropped
         self.row_id = -1
         self.pages = array("i")
         self.leave_row()

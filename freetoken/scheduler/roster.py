@@ -178,6 +178,12 @@ class Roster:
         if request.last_step <= self.done_step:
             self._let_go(request)
 
+    def start_over(self, request: Request) -> None:
+        """The worker has lost a row: back to the queue. What was computed for it last is not
+        trusted, nor what steps in flight still say of it."""
+        self.dismiss(request, requeues=True, keeps=False)
+        request.is_void = True
+
     def step_done(self, step_id: int) -> None:
         """The result of `step_id` is known: those who waited for it leave."""
         self.done_step = step_id
@@ -191,7 +197,8 @@ class Roster:
         self.forget_rows.append(self.ledger.leave(request, request.keeps))
         self.lead(request)
         if request.requeues:
-            request.requeues = False
+            request.requeues = request.is_void = False
+            request.keeps = True
             self.queue.push(request)
         else:
             request.state = State.GONE

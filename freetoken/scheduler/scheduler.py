@@ -189,8 +189,7 @@ class Scheduler:
         """`api` cannot be reached: end all its requests; their ids."""
         if self._engine is None:
             return []
-        mine = [request for request in self._engine.requests if request.api == api]
-        for request in mine:
+        for request in (mine := [r for r in self._engine.requests if r.api == api]):
             self._engine.requests.end(request, FinishReason.ABORT, now_s)
         return [request.id for request in mine]
 
@@ -227,8 +226,8 @@ class Scheduler:
             return None
         step = self._steps[0]
         if not _matches(result, step):
-            message = f"the worker's result of step {step.step_id} does not match its plan"
-            return self.fail_step(step.step_id, message, now_s)
+            what = f"the worker's result of step {step.step_id} does not match its plan"
+            return self.fail_step(step.step_id, what, now_s)
         self._steps.popleft()
         self._count(result)
         threshold = result.max_on_demand_tokens
@@ -243,8 +242,8 @@ class Scheduler:
         return rows.outputs
 
     def fail_step(self, step_id: int | None, message: str, now_s: float) -> Outputs | None:
-        """The oldest step in flight failed, and with it its rows; the others go on.
-
+        """The oldest step in flight failed, and with it its rows; the others go on. Rows that
+        decoded beside an extend, which asks for more, extend again instead.
         None, and no effect, if `step_id` is another step (None: the oldest, whichever it is).
         """
         engine = self._engine
@@ -253,10 +252,14 @@ class Scheduler:
         step = self._steps.popleft()
         self.counters.steps_failed += 1
         outputs = Outputs(error=message)
+        for request in step.decodes if step.extends else ():
+            if not request.is_void:
+                engine.roster.start_over(request)
+        error = RequestError(ErrorCode.STEP_FAILED, message)
         for request in step.requests():
+            request.keeps = False  # what the next step adds would rest on what is not there
             if request.is_void:
                 continue
-            error = RequestError(ErrorCode.STEP_FAILED, message)
             failed = engine.requests.fail(request, error, now_s)
             if failed is not None and request.api is not None:
                 outputs.failed.append((request.api, failed))

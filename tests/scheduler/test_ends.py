@@ -131,3 +131,52 @@ def test_without_a_worker_requests_are_told_to_come_back() -> None:
     assert "loading again" in answer.message
     assert answer.retry_after_s is not None
     assert driver.scheduler.plan(0.0) is None
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("page_size", [3, 4])
+def test_who_only_decodes_beside_an_extend_that_fails_goes_on(page_size: int, ahead: int) -> None:
+    """As after a preemption: its text and random stream are those of an undisturbed run."""
+    driver = small(page_size=page_size, max_step_tokens=40)
+    driver.submit("b", [1, 2, 3], 9, temperature=1.0)
+    driver.plan()
+    driver.apply()
+    driver.submit("a", LONG, 3)
+    driver.plan(fails=True)
+    for _ in range(ahead):
+        driver.plan()
+    driver.apply()
+    assert driver.failed["a"].code == "step_failed"
+    driver.run()
+    assert "b" not in driver.failed
+    assert driver.text("b") == expect([1, 2, 3], 9, temperature=1.0)
+    driver.scheduler.check_idle()
+
+
+def test_who_goes_on_after_a_failed_step_can_be_aborted_at_once() -> None:
+    driver = small(max_step_tokens=40)
+    driver.submit("b", [1, 2, 3], 9)
+    driver.plan()
+    driver.apply()
+    driver.submit("a", LONG, 3)
+    driver.plan(fails=True)
+    driver.plan()
+    driver.apply()
+    driver.abort("b")
+    driver.run()
+    assert driver.finish("b") == "abort"
+    driver.scheduler.check_idle()
+
+
+def test_an_aborted_row_of_a_failed_step_leaves_nothing_in_the_cache() -> None:
+    """The next step counts k/v of it as computed, which rest on those that were never written."""
+    driver = small(max_step_tokens=40)
+    driver.submit("a", LONG, 3)
+    driver.plan(fails=True)
+    driver.plan()
+    driver.abort("a")
+    driver.run()
+    driver.submit("again", LONG, 3)
+    driver.run()
+    assert driver.cached("again") == 0
+    assert driver.text("again") == expect(LONG, 3)
