@@ -6,6 +6,7 @@ threads of their own. Ends with Shutdown, a signal, or an EngineError that names
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -71,6 +72,8 @@ def serve(config: Config, source: ModelSource) -> None:
     try:
         link.say_hello()
         started = start(config, source, progress, measure_budget())
+        gc.collect()
+        gc.freeze()  # the libraries' million objects are not looked at again between steps
         progress.phase, progress.detail = Phase.READY, "serving"
         link.greet()
         _Loop(link, started).run()
