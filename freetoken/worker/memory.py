@@ -16,6 +16,8 @@ from freetoken.worker.sizes import ModelSizes, Request
 MIB = 1 << 20
 DEFAULT_CONTEXT_TOKENS = 32768
 """The automatic pool holds one request of min(W, this), if it can at all."""
+MIN_CONTEXT_TOKENS = 2
+"""The smallest request: one token of prompt, one of output."""
 MAX_PASS_TOKENS = 32768
 """Tokens in one pass: tens of thousands, so that each expert crosses the link once for them."""
 MIN_SLOTS_PER_LAYER_AND_CHOICE = 2
@@ -92,7 +94,7 @@ def plan_memory(sizes: ModelSizes, request: Request, budget_bytes: int) -> Memor
         max_pass_tokens=_pass_tokens(request) if request.has_slots else request.max_step_tokens,
     )
     assert plan.planned_bytes <= budget_bytes
-    assert plan.context_tokens >= (request.context_tokens or 1)
+    assert plan.context_tokens >= (request.context_tokens or MIN_CONTEXT_TOKENS)
     return plan
 
 
@@ -145,15 +147,20 @@ def _check_flags(sizes: ModelSizes, request: Request, window: int) -> int:
         )
     required = max(request.context_tokens or 0, request.kv_reserve_tokens or 0)
     exact = _exact_pages(request)
+    pool = "--num-tokens" if request.num_tokens is not None else "--num-pages"
+    if exact is not None and exact * request.page_size < MIN_CONTEXT_TOKENS:
+        raise ConfigError(
+            f"{pool} {request.num_tokens or request.num_pages} makes a KV pool of 1 token, the "
+            f"smallest request has {MIN_CONTEXT_TOKENS} (one of prompt, one of output); raise it"
+        )
     if exact is not None and exact * request.page_size < required:
-        pool = "--num-tokens" if request.num_tokens is not None else "--num-pages"
         is_context = required == request.context_tokens
         raise ConfigError(
             f"{'--context-tokens' if is_context else '--kv-reserve-tokens'} {required} does not "
             f"fit the pool of {exact * request.page_size} tokens that {pool} asks for"
         )
     _check_slot_flags(sizes, request)
-    return required
+    return max(required, MIN_CONTEXT_TOKENS)
 
 
 def _check_slot_flags(sizes: ModelSizes, request: Request) -> None:

@@ -99,7 +99,7 @@ def test_any_budget_gives_a_plan_that_holds_or_a_shortfall_that_says_by_how_much
     assert plan.planned_bytes <= budget
     usable = plan.num_pages * plan.page_size
     assert plan.context_tokens == min(plan.window, usable)
-    assert plan.context_tokens >= (asked.context_tokens or 1)
+    assert plan.context_tokens >= (asked.context_tokens or 2)
     assert usable >= (asked.kv_reserve_tokens or 1)
     assert asked.num_pages in (None, plan.num_pages)
     if asked.moe_cache_size:
@@ -123,7 +123,7 @@ def contradicts(asked):
     pool = asked.num_pages * asked.page_size if asked.num_pages else 10**9
     return (
         (asked.context_tokens or 0) > window
-        or max(asked.context_tokens or 0, asked.kv_reserve_tokens or 0) > pool
+        or max(asked.context_tokens or 2, asked.kv_reserve_tokens or 0) > pool
         or (asked.moe_cache_size is not None and not asked.has_slots)
     )
 
@@ -132,6 +132,7 @@ def contradicts(asked):
     ("changes", "words"),
     [
         ({"num_pages": 4, "num_tokens": 64}, ["--num-tokens 64", "--num-pages 4"]),
+        ({"num_pages": 1, "page_size": 1}, ["--num-pages 1 ", "pool of 1 token", "has 2"]),
         ({"num_tokens": 100}, ["--num-tokens 100", "--page-size 16", "96 or 112"]),
         ({"num_tokens": 7}, ["--num-tokens 7", "nearest are 16"]),
         ({"context_tokens": 1001}, ["--context-tokens 1001", "1000", "--max-seq-len-override"]),
