@@ -8,7 +8,7 @@ import sys
 # Rounds that a thread of torch's OpenMP (libgomp) spins before it sleeps. The default, when there
 # are as many threads as cores, is to spin practically for ever: if another process takes a core,
 # each of a step's 250 parallel regions then waits for a scheduler's time slice. The demo's shape,
-# two Zen 4 cores, 2026-12-01, ms a decode step of one row, idle machine / machine with a load of 5:
+# two Zen 5 cores, 2026-12-01, ms a decode step of one row, idle machine / machine with a load of 5:
 # default 24 / 360 and more, 20000 rounds 24 / 30, 1000 rounds 30 / 115, no spinning 33 / 76.
 SPIN_ROUNDS = 20000
 
