@@ -19,7 +19,7 @@ from freetoken.worker.startup import ExpertsMode, ReportBytes
 
 CPU_LIBRARY_BYTES = 512 << 20
 """oneDNN keeps a compiled primitive for each shape it has met, at most 1024: 500 MiB after prompts
-of 23 lengths on the demo model, and hardly more with further ones (Zen 4, torch 2.13, 2026-12-01).
+of 23 lengths on the demo model, and hardly more with further ones (Zen 5, torch 2.13, 2026-12-01).
 """
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 CANDIDATES = (64, 1024)
-"""For 32 rows of 32k logits on one Zen 4 core: the likeliest 64 take 1.6 ms, 1024 take 21 ms, and a
+"""For 32 rows of 32k logits on one Zen 5 core: the likeliest 64 take 1.6 ms, 1024 take 21 ms, and a
 whole sort 80 ms (2026-12-01)."""
 
 
