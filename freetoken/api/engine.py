@@ -47,7 +47,6 @@ class EngineClient:
         self._link = Link(context, endpoints, self, keys)
         self._on_fatal = on_fatal
         self._calls: dict[str, Call] = {}
-        self._orphans: set[str] = set()
         self._refusal: str | None = None
 
     @property
@@ -110,10 +109,9 @@ class EngineClient:
     def _abort(self, request_id: str) -> None:
         if self._calls.pop(request_id, None) is None:
             return  # it never got that far
+        # If the link is down, the scheduler ends our requests when it hears our next hello.
         if self._link.is_up:
             self._link.send_surely(Abort(request_id))
-        else:
-            self._orphans.add(request_id)
 
     def _describe_state(self) -> str:
         state = self.state
@@ -144,12 +142,6 @@ class EngineClient:
             self.state = message
         else:
             _log.warning(log.event("wire.unexpected", message=type(message).__name__))
-
-    def greeted(self) -> None:
-        # The scheduler may be the old one that was only silent: it still works for nobody.
-        for request_id in self._orphans:
-            self._link.send_surely(Abort(request_id))
-        self._orphans.clear()
 
     def lost(self, reason: str) -> None:
         self.state = _away(Phase.DEAD, reason)

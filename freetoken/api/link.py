@@ -50,9 +50,6 @@ class Taker(Protocol):
     def take(self, message: Message) -> None:
         """Anything that is not about the link itself."""
 
-    def greeted(self) -> None:
-        """The scheduler has welcomed us, for the first time or again."""
-
     def lost(self, reason: str) -> None:
         """The scheduler is gone; a new hello is about to go out."""
 
@@ -219,7 +216,6 @@ class Link:
         if self._exit_fd is not None:
             reason = f"the scheduler (pid {welcome.pid}) exited"
             self._loop.add_reader(self._exit_fd, self._lose, reason)
-        self._taker.greeted()
 
     def _forget_exit_fd(self) -> None:
         if self._exit_fd is not None:
