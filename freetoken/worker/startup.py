@@ -34,7 +34,8 @@ from freetoken.wire.messages import (
 from freetoken.worker.kv import pool_bytes
 from freetoken.worker.link import Progress
 from freetoken.worker.memory import MemoryPlan, plan_memory
-from freetoken.worker.runner import Limits, Model, Runner
+from freetoken.worker.model import Model
+from freetoken.worker.runner import Limits, Runner
 from freetoken.worker.sizes import ModelSizes, Request
 from freetoken.worker.threads import StepThreads
 from freetoken.worker.threshold import on_demand_tokens
@@ -115,6 +116,7 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
         window=plan.window,
         context_tokens=plan.context_tokens,
         vocab_size=limits.vocab_size,
+        num_layers=model.num_layers,
         max_step_tokens=limits.max_step_tokens,
         max_pass_tokens=limits.max_pass_tokens,
         max_on_demand_tokens=limits.max_on_demand_tokens,
