@@ -28,7 +28,7 @@ from freetoken.model.experts import (
     post_norm_of,
 )
 from freetoken.model.layers import speed_up_for_cpu
-from freetoken.model.passes import find_decoder_layers
+from freetoken.model.decoder import find_decoder_layers
 from freetoken.model.rope import fix_rope
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
