@@ -24,7 +24,7 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def find_layers_name(model: PreTrainedModel) -> str:
     """The name of the list of decoder layers; ConfigError if there is not exactly one."""
     num_layers = model.config.get_text_config().num_hidden_layers
-    found = [
+    found: list[str] = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)

@@ -1,8 +1,8 @@
 """A pass that is open: it runs some layers when asked to and waits between them.
 
-transformers' forward cannot be left and entered again, so it runs in a thread of its own that waits
-before a layer. Exactly one of that thread and its owner runs: the owner waits in `advance` while the
-thread works, so nothing here needs a lock.
+transformers' forward cannot be left and entered again, so it runs in a thread of its own that
+waits before a layer. Exactly one of that thread and its owner runs: the owner waits in `advance`
+while the thread works, so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OpenPass:
         self._num_threads = torch.get_num_threads()
         self._layers_left: int | None = 0
         # How many layers to run (None: all that are left), or the order to give up.
-        self._orders: SimpleQueue[int | None | _Closed] = SimpleQueue()
+        self._orders: SimpleQueue[int | _Closed | None] = SimpleQueue()
         # None: paused · the logits · what went wrong.
         self._reports: SimpleQueue[torch.Tensor | BaseException | None] = SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -49,7 +49,7 @@ class ServedModel:
         model: PreTrainedModel,
         shape: ModelShape,
         attention: StepAttention,
-        layers: nn.ModuleList,
+        layers: Sequence[nn.Module],
         in_place: Sequence[InPlaceExperts],
         pool: SlotPool | None,
         memory: Sequence[MemoryRange],
