@@ -52,6 +52,17 @@ class SlotPool:
         self.in_pass = True
         self._pass_layer = None
 
+    def enter_layer(self, layer: int) -> None:
+        """Layers load when they compute."""
+
+    def pause_pass(self) -> None:
+        """On-demand steps may follow; they may evict what the pass found in slots."""
+        self._leave_layer()
+        self.in_pass = False
+
+    def resume_pass(self) -> None:
+        self.in_pass = True
+
     def end_pass(self) -> None:
         self._leave_layer()
         self.in_pass = False

@@ -19,6 +19,7 @@ from freetoken.kernels.prepacked import can_prepack
 from freetoken.kernels.reference import grouped_experts
 from freetoken.model.attention import PagedAttention, attach_attention
 from freetoken.model.conversion import BankTarget, bank_targets
+from freetoken.model.decoder import find_decoder_layers
 from freetoken.model.experts import (
     attach_experts,
     experts_modules,
@@ -28,7 +29,6 @@ from freetoken.model.experts import (
     post_norm_of,
 )
 from freetoken.model.layers import speed_up_for_cpu
-from freetoken.model.passes import find_decoder_layers
 from freetoken.model.rope import fix_rope
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
@@ -154,5 +154,5 @@ def assemble(
     if device == "cpu":
         memory += speed_up_for_cpu(model, shape.dtype)
     model.requires_grad_(False)
-    layers = find_decoder_layers(model)
+    layers = list(find_decoder_layers(model))
     return ServedModel(model, shape, attention, layers, in_place, pool, memory)

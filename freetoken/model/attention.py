@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
+from freetoken.model.context import StepContext
 from freetoken.model.step import DecodeGroup, ExtendGroup, StepIndex
 
 ATTENTION = "freetoken"
@@ -38,6 +39,19 @@ class LayerAttention(Protocol):
         scores: Scores,
         window: int | None,
     ) -> torch.Tensor: ...
+
+
+class StepAttention(LayerAttention, Protocol):
+    """Attention of a model that serves: it is told which step's tokens the next calls bring."""
+
+    def plan_step(self, context: StepContext) -> object:
+        """What `set_step` takes for an on-demand step."""
+
+    def plan_chunk(self, context: StepContext) -> object:
+        """What `set_step` takes for a chunk of a pass."""
+
+    def set_step(self, step: Any) -> None:
+        """None when no forward runs."""
 
 
 def register_attention() -> None:
@@ -81,14 +95,22 @@ def attention_forward(
 
 
 class PagedAttention:
-    """Exact attention over the pages of the running step; one per model."""
+    """Exact attention over the pages of the running step, on the CPU; one per model."""
 
     def __init__(self) -> None:
         self._index: StepIndex | None = None
 
-    def set_step(self, index: StepIndex | None) -> None:
-        """The step whose tokens the next calls bring; None when no forward runs."""
-        self._index = index
+    def plan_step(self, context: StepContext) -> StepIndex:
+        """See StepAttention."""
+        return StepIndex(context)
+
+    def plan_chunk(self, context: StepContext) -> StepIndex:
+        """See StepAttention."""
+        return StepIndex(context)
+
+    def set_step(self, step: StepIndex | None) -> None:
+        """See StepAttention."""
+        self._index = step
 
     def __call__(
         self,

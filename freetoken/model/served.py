@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from freetoken.experts.inplace import InPlaceExperts
 from freetoken.experts.slots import SlotCounters, SlotPool
 from freetoken.kernels.hugepages import MemoryRange
-from freetoken.model.attention import PagedAttention
+from freetoken.model.attention import StepAttention
 from freetoken.model.context import StepContext
-from freetoken.model.passes import chunked_layers, cut_chunks
+from freetoken.model.open_pass import BeforeLayer, OpenPass
+from freetoken.model.passes import PassRun, PassSeat, chunked_model, cut_chunks
 from freetoken.model.shape import ModelShape
-from freetoken.model.step import StepIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,26 @@ class ServedModel:
         self,
         model: PreTrainedModel,
         shape: ModelShape,
-        attention: PagedAttention,
-        layers: nn.ModuleList,
+        attention: StepAttention,
+        layers: Sequence[nn.Module],
         in_place: Sequence[InPlaceExperts],
         pool: SlotPool | None,
         memory: Sequence[MemoryRange],
     ) -> None:
         self.shape = shape
+        self.memory = memory
         self._model = model
         self._attention = attention
         self._layers = layers
         self._in_place = in_place
         self._pool = pool
-        self.memory = memory
+        self._seat = PassSeat()
+        self._pass_model = chunked_model(model, layers, self._seat)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors live, and those of a step must."""
+        return self._model.device
 
     @torch.inference_mode()
     def forward(
@@ -72,9 +79,9 @@ class ServedModel:
         Writes k/v of all T tokens to the context's pools. What slots of other rows hold, even
         infinities, has no influence.
         """
-        self._attention.set_step(StepIndex(context))
+        self._attention.set_step(self._attention.plan_step(context))
         try:
-            return self._run(ids, context, logits_at)
+            return self._run(self._model, ids, context, logits_at)
         finally:
             self._attention.set_step(None)
 
@@ -84,30 +91,78 @@ class ServedModel:
     ) -> torch.Tensor:
         """One pass: like `forward`, layer by layer in chunks of `chunk_tokens` tokens.
 
-        Each expert that is not in a slot is loaded once, whatever the number of chunks.
+        Each expert that is not in a slot is loaded once, whatever the number of chunks. For a pass
+        that nothing interrupts, in the caller's thread.
         """
-        chunks = cut_chunks(context, chunk_tokens)
-        if self._pool is not None:
-            self._pool.begin_pass()
+        run = self._make_run(context, chunk_tokens, lambda: None)
         try:
-            with chunked_layers(self._layers, chunks, self._attention):
-                return self._run(ids, context, logits_at)
+            run.begin()
+            return self._run(self._pass_model, ids, context, logits_at)
         finally:
-            self._attention.set_step(None)
-            if self._pool is not None:
-                self._pool.end_pass()
+            run.end()
+            self._seat.run = None
 
-    def take_counters(self) -> ExpertCounters:
-        """Counters since the last call."""
+    @torch.inference_mode()
+    def start_pass(
+        self, ids: torch.Tensor, context: StepContext, logits_at: torch.Tensor, chunk_tokens: int
+    ) -> OpenPass:
+        """A pass that runs as far as it is advanced; between its layers `forward` may be called.
+
+        One at a time: it must be done or closed before the next pass. Nothing runs yet.
+        """
+
+        def make_run(before_layer: BeforeLayer) -> PassRun:
+            return self._make_run(context, chunk_tokens, before_layer)
+
+        def forward() -> torch.Tensor:
+            return self._run(self._pass_model, ids, context, logits_at)
+
+        def ended() -> None:
+            self._seat.run = None
+
+        return OpenPass(make_run, forward, self.device, ended)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether `forward` may be captured in a CUDA graph: nothing in it waits for the device."""
+        return self.device.type == "cuda"
+
+    @property
+    def counters(self) -> torch.Tensor | None:
+        """[4] int64 on the device, of all on-demand steps so far: hits, misses, distinct experts,
+        bypassed (misses without a slot). Changes with every forward; None with experts in place."""
+        return None
+
+    def take_counters(self, on_demand: Sequence[int] | None = None) -> ExpertCounters:
+        """Counters since the last call.
+
+        `on_demand`: what the caller read from `counters`; without it they are read here, which
+        waits for the device.
+        """
         if self._pool is not None:
             counters, self._pool.counters = self._pool.counters, SlotCounters()
             return ExpertCounters(counters.hits, counters.misses, counters.bytes, counters.distinct)
         return ExpertCounters(distinct_experts=sum(e.take_distinct() for e in self._in_place))
 
+    def compile(self) -> None:
+        """Compile decoder layers on first use. Before any forward is captured."""
+
+    def _make_run(
+        self, context: StepContext, chunk_tokens: int, before_layer: BeforeLayer
+    ) -> PassRun:
+        assert self._seat.run is None, "a pass is open"
+        chunks = cut_chunks(context, chunk_tokens, self._attention)
+        run = self._seat.run = PassRun(chunks, self._attention, self._pool, before_layer)
+        return run
+
     def _run(
-        self, ids: torch.Tensor, context: StepContext, logits_at: torch.Tensor
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        context: StepContext,
+        logits_at: torch.Tensor,
     ) -> torch.Tensor:
-        output = self._model(
+        output = model(
             input_ids=ids[None],
             position_ids=context.positions[None],
             use_cache=False,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from freetoken.model.context import KvPools, Segment, StepContext
+from freetoken.model.open_pass import OpenPass
 from freetoken.model.served import ServedModel
 
 PAGE_SIZE = 4
@@ -36,6 +37,7 @@ class Trial:
         self._rows = rows
         self._cached = [0] * len(rows)
         self._logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        self._open_parts: Sequence[Part] = ()
         max_pages = -(-max(len(row) for row in rows) // PAGE_SIZE)
         num_pages = max_pages * len(rows)
         generator = torch.Generator().manual_seed(seed)
@@ -52,6 +54,16 @@ class Trial:
         """One pass with these parts."""
         ids, context, at = self._plan(parts)
         self._keep(parts, self._model.forward_pass(ids, context, at, chunk_tokens))
+
+    def start_pass(self, *parts: Part, chunk_tokens: int) -> OpenPass:
+        """Open a pass with these parts; other rows may step until `finish_pass`."""
+        ids, context, at = self._plan(parts)
+        self._open_parts = parts
+        return self._model.start_pass(ids, context, at, chunk_tokens)
+
+    def finish_pass(self, open_pass: OpenPass) -> None:
+        """Take the logits of a pass that is done."""
+        self._keep(self._open_parts, open_pass.logits())
 
     def share_prefix(self, source: int, target: int, num_tokens: int) -> None:
         """Let `target` start with `source`'s first tokens; a page used in part is copied."""
