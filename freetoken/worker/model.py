@@ -40,8 +40,8 @@ class OpenPass(Protocol):
 class Model(Protocol):
     """Runs forwards.
 
-    num_layers: decoder layers, between which a pass may be left · counters: [4] int64 on the device,
-    what on-demand steps have cost so far; None if there is nothing to count on the device.
+    num_layers: decoder layers, between which a pass may be left · counters: [4] int64 on the
+    device, what on-demand steps have cost so far; None if nothing is counted there.
     """
 
     @property
