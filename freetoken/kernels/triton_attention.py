@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freetoken.kernels.triton_softmax import LOG2E, capped, softmax_step
+from freetoken.kernels.triton_softmax import LOG2E, softmax_step, to_scores
 
 MAX_SPLITS = 64
 WIDE_BATCH = 16
@@ -38,7 +38,8 @@ class Tiling:
     def choose(num_tokens: int, group: int, k_block: int, v_block: int, item: int) -> Tiling:
         """group: query heads of a kv head · k_block, v_block: padded head sizes · item: bytes."""
         key_bytes = (k_block + v_block) * item
-        widest = 64 if key_bytes <= 512 else 32
+        # fp32 products have no tensor cores, and would need too many registers.
+        widest = 16 if item == 4 else 64 if key_bytes <= 512 else 32
         heads = min(group, widest)
         lines = widest if num_tokens >= WIDE_BATCH else 16
         tokens = 1
@@ -47,7 +48,7 @@ class Tiling:
         lines = max(16, triton.next_power_of_2(heads * tokens))
         # 32 KiB of k and v a step, and twice that is in flight: consumer GPUs have 99 KiB.
         keys = 1 << (32768 // key_bytes).bit_length() - 1
-        keys = max(16, min(128, keys))
+        keys = max(16, min(64, keys))
         return Tiling(heads, tokens, lines, keys)
 
 
@@ -275,8 +276,8 @@ def _share_kernel(
             mask=is_key[:, None] & (dv < DV)[None, :],
             other=0.0,
         )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-        scores = capped(scores, softcap, HAS_CAP) * LOG2E
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = to_scores(scores, scaling, softcap, HAS_CAP)
         sees = is_key[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             sees &= key[None, :] > position[:, None] - WINDOW

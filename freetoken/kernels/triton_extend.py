@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from freetoken.kernels.triton_softmax import LOG2E, capped, softmax_step
+from freetoken.kernels.triton_softmax import LOG2E, softmax_step, to_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,8 @@ def _extend_kernel(
                     mask=is_key[:, None] & (dv < DV)[None, :],
                     other=0.0,
                 )
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
-                scores = capped(scores, softcap, HAS_CAP) * LOG2E
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                scores = to_scores(scores, scaling, softcap, HAS_CAP)
                 if part != 1:
                     sees = is_key[None, :] & (at[None, :] <= position[:, None])
                     if WINDOW > 0:

@@ -1,4 +1,4 @@
-"""Pieces of the attention kernels: a step of the running softmax, and the softcap."""
+"""Pieces of the attention kernels: scores and a step of the running softmax."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ def softmax_step(scores, m):
 
 
 @triton.jit
-def capped(scores, softcap, HAS_CAP: tl.constexpr):
-    """softcap · tanh(scores / softcap); tanh by exp, since libdevice has no interpreter."""
+def to_scores(products, scaling, softcap, HAS_CAP: tl.constexpr):
+    """q·k → scores in base 2. tanh is made of exp, since libdevice has no interpreter."""
     if HAS_CAP:
-        scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+        share = 1.0 - 2.0 / (tl.exp(products * (2.0 * scaling / softcap)) + 1.0)
+        scores = share * (softcap * LOG2E)
+    else:
+        scores = products * (scaling * LOG2E)
     return scores
