@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from freetoken.kernels.dispatch import sample
+from freetoken.kernels.sample_ops import sample
 from freetoken.model.context import KvPools, Segment, StepContext
 from freetoken.worker.batch import pieces_of, segments_of
 from freetoken.worker.faults import PieceSize, StepError, memory_message

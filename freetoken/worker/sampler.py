@@ -1,9 +1,9 @@
 """The sampling state of all rows, and one token for each row of a step.
 
 Owns the parameters (host arrays), the output position of each row, and the token counts that
-penalties need. What may be drawn is in filters.py (on a GPU in the sampling kernel), the random
-stream in philox.py. Log probabilities are of the model's raw logits, before bias, penalties and
-temperature, as in vLLM. On a GPU nothing here waits for the device.
+penalties need. The draw is in kernels/sample_ops.py, the random stream in stream.py. Log
+probabilities are of the model's raw logits, before bias, penalties and temperature, as in vLLM. On
+a GPU nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from freetoken.kernels.dispatch import sample
+from freetoken.kernels.reference_sample import MIN_TEMPERATURE
+from freetoken.kernels.sample_ops import sample
 from freetoken.wire.messages import Logprobs, Sampling, pack_ids
 from freetoken.worker.counts import RowIds, TokenCounts
 from freetoken.worker.faults import StepError
-from freetoken.worker.filters import Filters, Penalties, draw, penalize
+from freetoken.worker.filters import Penalties, penalize
 from freetoken.worker.stream import UniformStream
 from freetoken.worker.transfer import to_device, to_host
 
 Flags = npt.NDArray[np.bool_]
-
-MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy: logits divided by less leave one token anyway, or overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +171,7 @@ class Sampler:
         penalized = self._is_penalized[row_ids]
         edited = held | penalized | self._is_biased[row_ids]
         scores = self._edit(row_ids, logits, held, penalized) if edited.any() else logits
-        on_cpu = self._device.type == "cpu"
-        choose = self._choose if on_cpu else self._choose_on_device
-        tokens = choose(row_ids, scores)
+        tokens = self._draw(row_ids, scores)
         sampled = Sampled(tokens, self._logprobs(row_ids, logits, tokens))
         if penalized.any():
             picked = to_device(penalized.nonzero()[0], self._device)
@@ -183,9 +179,9 @@ class Sampler:
         self._position[row_ids] = positions + 1
         return sampled
 
-    def _choose_on_device(self, row_ids: RowIds, scores: Tensor) -> Tensor:
+    def _draw(self, row_ids: RowIds, scores: Tensor) -> Tensor:
         arrays = self.read(row_ids)
-        return sample(
+        tokens = sample(
             scores,
             to_device(arrays.temperature, self._device),
             to_device(arrays.top_k, self._device),
@@ -193,34 +189,8 @@ class Sampler:
             to_device(arrays.min_p, self._device),
             to_device(arrays.uniforms, self._device),
         )
-
-    def _choose(self, row_ids: RowIds, scores: Tensor) -> Tensor:
-        random = self._is_random[row_ids]
-        if not random.any():
-            return self._argmax(row_ids, scores)
-        if random.all():
-            return self._draw(row_ids, scores)
-        is_random = torch.from_numpy(random)
-        tokens = torch.empty(len(row_ids), dtype=torch.int64)
-        tokens[is_random] = self._draw(row_ids[random], scores[is_random])
-        tokens[~is_random] = self._argmax(row_ids[~random], scores[~is_random])
-        return tokens
-
-    def _argmax(self, row_ids: RowIds, scores: Tensor) -> Tensor:
-        best, tokens = scores.max(dim=-1)
-        _check(row_ids, best.isfinite())
-        return tokens
-
-    def _draw(self, row_ids: RowIds, scores: Tensor) -> Tensor:
-        arrays = self.read(row_ids)
-        filters = Filters(
-            torch.from_numpy(arrays.temperature),
-            torch.from_numpy(arrays.top_k).long(),
-            torch.from_numpy(arrays.top_p),
-            torch.from_numpy(arrays.min_p),
-        )
-        tokens, is_sound = draw(scores, filters, torch.from_numpy(arrays.uniforms))
-        _check(row_ids, is_sound)
+        if self._device.type == "cpu" and (tokens < 0).any():
+            raise nothing_to_draw(row_ids[(tokens < 0).numpy()].tolist())
         return tokens
 
     def _edit(self, row_ids: RowIds, logits: Tensor, held: Flags, penalized: Flags) -> Tensor:
@@ -258,11 +228,6 @@ class Sampler:
 
     def _read(self, name: str, row_ids: RowIds) -> Tensor:
         return to_device(self._floats[name][row_ids], self._device)
-
-
-def _check(row_ids: RowIds, is_sound: Tensor) -> None:
-    if not is_sound.all():
-        raise nothing_to_draw(row_ids[~is_sound.numpy()].tolist())
 
 
 def nothing_to_draw(rows: list[int]) -> StepError:
