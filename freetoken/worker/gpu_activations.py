@@ -18,10 +18,9 @@ from freetoken.worker.sizes import ModelSizes
 
 MAX_ON_DEMAND_TOKENS = 256
 """The most extend tokens of a step on demand: the largest graph."""
-ATTENTION_SPLITS = 64
-"""Parts into which a decode row's context may be split, for the few tokens of a small step."""
-SPLIT_TOKENS = 64
-"""Tokens of a step up to which its rows are split that far; beyond, the parts become fewer."""
+SPLIT_LINES = 2 * 192 * 128
+"""Partial results of attention on demand: two programs for each multiprocessor, of (token, head)
+lines, where rows are split so that all have work."""
 NUM_GRAPHS = 12
 GRAPH_LAYER_BYTES = 256 << 10
 """What the driver keeps for one layer of one captured graph, some 20 kernel nodes."""
@@ -29,10 +28,10 @@ GRAPH_LAYER_BYTES = 256 << 10
 NORM_FLOATS = 3  # float32 copies of the input of a norm: itself, its square, the product
 RESIDUALS = 3  # the embeddings, a layer's input, its output
 NORM_COPIES = 5  # typed: normed inputs, residual sums, a layer's output
-INDEX_BYTES = 16  # slot and position of a gathered key
+INDEX_BYTES = 16  # the slot of a gathered key, for layers with a window and without
 PAIR_BYTES = 48  # sorting (token, expert) pairs: ids, order, offsets in int64
 ROUTER_FLOATS = 4  # logits, probabilities, their order
-GATE_COPIES = 6  # of an expert's widest intermediate: gate, up, clamped, activated, product
+GATE_COPIES = 4  # of an expert's widest intermediate: gate, up, their product, one more
 ROPE_KINDS = 2
 
 
@@ -41,23 +40,24 @@ def price_gpu(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
     steps on demand, `sampling`, and the `pass`'s residual."""
     num_layers = len(sizes.kv_widths)
     num_on_demand = MAX_ON_DEMAND_TOKENS + step.num_rows
-    split_parts = min(num_on_demand, SPLIT_TOKENS) * ATTENTION_SPLITS
     return {
         "activations": max(
             step.num_tokens * _price_chunk_token(sizes),
             step.num_pass_tokens * _price_norm(sizes),
         ),
         "graphs": num_on_demand * price_token(sizes)
-        + (split_parts + num_on_demand) * sizes.query_width * FLOAT_BYTES
+        + SPLIT_LINES * (sizes.head_size + 1) * FLOAT_BYTES
         + NUM_GRAPHS * num_layers * GRAPH_LAYER_BYTES,
         "sampling": price_sampling(sizes, step.num_rows),
         "pass": step.num_pass_tokens * _price_pass_token(sizes),
     }
 
 
-def price_gpu_reach(sizes: ModelSizes) -> int:
-    """Bytes per token that a row reaches back: its k/v gathered in one layer of a pass."""
-    return max(sizes.kv_widths) * sizes.element_bytes + INDEX_BYTES
+def price_gpu_reach(sizes: ModelSizes, step: StepSizes) -> int:
+    """Bytes per token that a row reaches back: its k/v gathered in one layer of a pass, and for
+    every chunk where they lie."""
+    num_chunks = -(-step.num_pass_tokens // step.num_tokens)
+    return max(sizes.kv_widths) * sizes.element_bytes + num_chunks * INDEX_BYTES
 
 
 def _price_norm(sizes: ModelSizes) -> int:
@@ -85,14 +85,10 @@ def _price_chunk_token(sizes: ModelSizes) -> int:
 
 
 def _price_routed(sizes: ModelSizes) -> int:
-    """The sorted copies of one token's K experts: input, gate and up, product, output and its
-    weighted float32 form; and the sum over K."""
+    """The sorted copies of one token's K experts: input, gate and up, product, output; and the sum
+    over K."""
     typed = sizes.element_bytes
-    pair = (
-        sizes.hidden_size * (2 * typed + FLOAT_BYTES)
-        + GATE_COPIES * sizes.expert_width * typed
-        + PAIR_BYTES
-    )
+    pair = (2 * sizes.hidden_size + GATE_COPIES * sizes.expert_width) * typed + PAIR_BYTES
     summed = sizes.hidden_size * (FLOAT_BYTES + typed)
     router = ROUTER_FLOATS * sizes.num_experts * FLOAT_BYTES
     return sizes.top_k * pair + (summed if sizes.top_k else 0) + router

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from freetoken.worker.activations import StepSizes, price_activations, price_reach
 from freetoken.worker.capacity import to_pages
-from freetoken.worker.gpu_activations import price_gpu, price_gpu_reach
+from freetoken.worker.gpu_activations import MAX_ON_DEMAND_TOKENS, price_gpu, price_gpu_reach
 from freetoken.worker.sizes import ModelSizes, Request
 
 MAX_PASS_TOKENS = 32768
@@ -32,11 +32,7 @@ def pass_tokens(sizes: ModelSizes, request: Request, step_tokens: int) -> int:
 
 def price_fixed(sizes: ModelSizes, request: Request, step_tokens: int) -> dict[str, int]:
     """Bytes by name of all that does not depend on the sizes of pool and cache."""
-    step = StepSizes(
-        num_tokens=step_tokens + request.max_rows,
-        num_rows=request.max_rows,
-        num_pass_tokens=pass_tokens(sizes, request, step_tokens),
-    )
+    step = _largest_step(sizes, request, step_tokens)
     prices = {"weights": sizes.dense_bytes}
     if not sizes.on_gpu:
         prices["experts"] = sizes.bank_bytes
@@ -47,8 +43,20 @@ def price_fixed(sizes: ModelSizes, request: Request, step_tokens: int) -> dict[s
         prices["scratch"] = layer_bytes
     if request.has_slots and sizes.on_gpu:
         prices["ring"] = RING_LAYERS * layer_bytes
+        max_pairs = (MAX_ON_DEMAND_TOKENS + request.max_rows) * sizes.top_k
         prices["tables"] = sizes.num_all_experts * EXPERT_TABLE_BYTES
+        prices["tables"] += max_pairs * TABLE_ENTRY_BYTES
     return prices | (price_gpu if sizes.on_gpu else price_activations)(sizes, step)
+
+
+def _largest_step(sizes: ModelSizes, request: Request, step_tokens: int) -> StepSizes:
+    # A chunk of a pass has no decode rows beside it.
+    decode_rows = 0 if sizes.on_gpu else request.max_rows
+    return StepSizes(
+        num_tokens=step_tokens + decode_rows,
+        num_rows=request.max_rows,
+        num_pass_tokens=pass_tokens(sizes, request, step_tokens),
+    )
 
 
 def price_host(sizes: ModelSizes) -> dict[str, int]:
@@ -65,7 +73,8 @@ class Pages:
         self.page_bytes = sizes.kv_token_bytes() * request.page_size
         self._window_pages = to_pages(window, request.page_size)
         if sizes.on_gpu:
-            self._reach_bytes = price_gpu_reach(sizes) * request.page_size
+            step = _largest_step(sizes, request, step_tokens)
+            self._reach_bytes = price_gpu_reach(sizes, step) * request.page_size
             self._reach_bytes += request.max_rows * TABLE_ENTRY_BYTES
         else:
             self._reach_bytes = price_reach(sizes, step_tokens) * request.page_size
