@@ -21,6 +21,10 @@ CPU_LIBRARY_BYTES = 512 << 20
 """oneDNN keeps a compiled primitive for each shape it has met, at most 1024: 500 MiB after prompts
 of 23 lengths on the demo model, and hardly more with further ones (Zen 5, torch 2.13, 2026-12-01).
 """
+GPU_LIBRARY_BYTES = 512 << 20
+"""cuBLAS keeps a workspace of 32 MiB for each stream, and the driver the code of every kernel that
+was loaded: most of them are loaded only when they are first called, after the budget was measured.
+"""
 
 
 class CheckpointSource:
@@ -33,7 +37,7 @@ class CheckpointSource:
         self._shape = read_shape(path, dtype)
 
     def read_sizes(self) -> ModelSizes:
-        return sizes_of(self._shape)
+        return sizes_of(self._shape, on_gpu=self._device.type == "cuda")
 
     def check(self, experts: ExpertsMode) -> None:
         check_model(self._path, experts=experts, dtype=self._dtype)
@@ -65,7 +69,7 @@ class CheckpointSource:
         )
 
 
-def sizes_of(shape: ModelShape) -> ModelSizes:
+def sizes_of(shape: ModelShape, *, on_gpu: bool) -> ModelSizes:
     """The numbers of the memory plan."""
     element_bytes = shape.dtype.itemsize
     # Two matrices at least: one expert's intermediate is no wider than this.
@@ -83,8 +87,11 @@ def sizes_of(shape: ModelShape) -> ModelSizes:
         num_experts=shape.num_experts,
         top_k=shape.top_k,
         expert_bytes=shape.expert_bytes,
-        dense_bytes=shape.dense_bytes + shape.tied_head_bytes,
-        max_gathered_keys=MAX_GATHERED_KEYS,
-        max_scores=MAX_SCORES if shape.has_scores else 0,
-        library_bytes=CPU_LIBRARY_BYTES,
+        dense_bytes=shape.dense_bytes + (0 if on_gpu else shape.tied_head_bytes),
+        max_gathered_keys=0 if on_gpu else MAX_GATHERED_KEYS,
+        max_scores=MAX_SCORES if shape.has_scores and not on_gpu else 0,
+        library_bytes=GPU_LIBRARY_BYTES if on_gpu else CPU_LIBRARY_BYTES,
+        on_gpu=on_gpu,
+        head_size=max(max(heads.k_dim, heads.v_dim) for heads in shape.kv),
+        is_tied=shape.tied_head_bytes > 0,
     )
