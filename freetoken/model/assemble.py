@@ -17,10 +17,16 @@ from freetoken.experts.inplace import InPlaceExperts
 from freetoken.experts.slots import SlotExperts, SlotPool
 from freetoken.kernels.prepacked import can_prepack
 from freetoken.kernels.reference import grouped_experts
-from freetoken.model.attention import PagedAttention, attach_attention
+from freetoken.model.attention import (
+    PagedAttention,
+    StepAttention,
+    attach_attention,
+    attend_for,
+)
 from freetoken.model.conversion import BankTarget, bank_targets
-from freetoken.model.decoder import find_decoder_layers
+from freetoken.model.device_attention import DeviceAttention
 from freetoken.model.experts import (
+    LayerExperts,
     attach_experts,
     experts_modules,
     gate_of,
@@ -28,7 +34,9 @@ from freetoken.model.experts import (
     plan_layout,
     post_norm_of,
 )
+from freetoken.model.joint import join_linears
 from freetoken.model.layers import speed_up_for_cpu
+from freetoken.model.ops import Callees, seat_callees
 from freetoken.model.rope import fix_rope
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
@@ -128,16 +136,20 @@ def assemble(
     device: str,
     num_slots: int | None,
     context_tokens: int,
+    use_kernels: bool | None = None,
 ) -> ServedModel:
     """Put attention and experts in place; `weights` are finished.
 
     `num_slots`: of all layers together; None: experts are computed in place ·
-    `context_tokens`: the longest request that will be served.
+    `context_tokens`: the longest request that will be served · `use_kernels`: attention through
+    the kernels' interface, as on a GPU, where it is the default.
     """
+    on_cpu = device == "cpu"
     fix_rope(model, context_tokens)
-    attention = PagedAttention()
-    attach_attention(model, attention)
+    attention: StepAttention
+    attention = DeviceAttention() if (use_kernels or not on_cpu) else PagedAttention()
     modules = [(weights.banks[name], module) for name, module in experts_modules(model)]
+    routes: list[LayerExperts] = []
     in_place: list[InPlaceExperts] = []
     pool = None
     if modules and num_slots is not None:
@@ -146,13 +158,19 @@ def assemble(
         gate, norm = gate_of(module), post_norm_of(module)
         if pool is None:
             in_place.append(InPlaceExperts(bank, gate, norm))
-            attach_experts(module, in_place[-1])
+            routes.append(in_place[-1])
         else:
             assert isinstance(bank, RowBank), "slots are filled from rows"
-            attach_experts(module, SlotExperts(layer, bank, pool, grouped_experts, gate, norm))
+            routes.append(SlotExperts(layer, bank, pool, grouped_experts, gate, norm))
+    callees = Callees(attend_for(attention), routes)
+    make_seat = seat_callees(callees)
+    attach_attention(model, attention, make_seat)
+    for layer, (_, module) in enumerate(modules):
+        attach_experts(module, routes[layer], make_seat(layer))
     memory = [piece for experts in in_place for piece in experts.bank.memory()]
-    if device == "cpu":
+    if on_cpu:
         memory += speed_up_for_cpu(model, shape.dtype)
+    else:
+        join_linears(model)
     model.requires_grad_(False)
-    layers = list(find_decoder_layers(model))
-    return ServedModel(model, shape, attention, layers, in_place, pool, memory)
+    return ServedModel(model, shape, attention, callees, in_place, pool, memory)

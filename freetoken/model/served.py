@@ -6,21 +6,26 @@ worker's paged pools. Not thread-safe; the worker's step loop is the only caller
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from freetoken.experts.inplace import InPlaceExperts
 from freetoken.experts.slots import SlotCounters, SlotPool
 from freetoken.kernels.hugepages import MemoryRange
 from freetoken.model.attention import StepAttention
+from freetoken.model.compile import compiled_layers
 from freetoken.model.context import StepContext
+from freetoken.model.decoder import find_decoder_layers, with_layers
+from freetoken.model.experts import number_moe_layers
 from freetoken.model.open_pass import BeforeLayer, OpenPass
+from freetoken.model.ops import Callees
 from freetoken.model.passes import PassRun, PassSeat, chunked_model, cut_chunks
 from freetoken.model.shape import ModelShape
+from freetoken.model.step import cut_padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +54,28 @@ class ServedModel:
         model: PreTrainedModel,
         shape: ModelShape,
         attention: StepAttention,
-        layers: Sequence[nn.Module],
+        callees: Callees,
         in_place: Sequence[InPlaceExperts],
         pool: SlotPool | None,
         memory: Sequence[MemoryRange],
     ) -> None:
+        """`callees`: kept here for the operators that layers call."""
         self.shape = shape
         self.memory = memory
-        self._model = model
+        self._plain = self._model = model
         self._attention = attention
-        self._layers = layers
+        self._callees = callees
         self._in_place = in_place
         self._pool = pool
+        self._layers = list(find_decoder_layers(model))
+        self._moe_layers = number_moe_layers(self._layers)
         self._seat = PassSeat()
-        self._pass_model = chunked_model(model, layers, self._seat)
+        self._pass_model = chunked_model(model, self._layers, self._seat)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers; a pass can be left between them."""
+        return len(self._layers)
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +92,8 @@ class ServedModel:
         Writes k/v of all T tokens to the context's pools. What slots of other rows hold, even
         infinities, has no influence.
         """
+        if context.num_tokens is not None and self.device.type == "cpu":
+            ids, context, logits_at = cut_padding(ids, context, logits_at)
         self._attention.set_step(self._attention.plan_step(context))
         try:
             return self._run(self._model, ids, context, logits_at)
@@ -144,15 +159,24 @@ class ServedModel:
             return ExpertCounters(counters.hits, counters.misses, counters.bytes, counters.distinct)
         return ExpertCounters(distinct_experts=sum(e.take_distinct() for e in self._in_place))
 
-    def compile(self) -> None:
-        """Compile decoder layers on first use. Before any forward is captured."""
+    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Run decoder layers as compiled code, made when a number of tokens first needs it.
+
+        To be called before a forward is captured. `backend`: one of torch.compile's.
+        """
+        assert self._seat.run is None, "a pass is open"
+        layers = compiled_layers(self._layers, backend)
+        self._model = with_layers(self._plain, layers)
+        self._pass_model = chunked_model(self._plain, layers, self._seat)
 
     def _make_run(
         self, context: StepContext, chunk_tokens: int, before_layer: BeforeLayer
     ) -> PassRun:
         assert self._seat.run is None, "a pass is open"
         chunks = cut_chunks(context, chunk_tokens, self._attention)
-        run = self._seat.run = PassRun(chunks, self._attention, self._pool, before_layer)
+        run = self._seat.run = PassRun(
+            chunks, self._attention, self._pool, self._moe_layers, before_layer
+        )
         return run
 
     def _run(
