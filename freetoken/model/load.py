@@ -54,13 +54,14 @@ def load_model(
     num_slots: int | None,
     progress: Progress,
     context_tokens: int | None = None,
+    use_kernels: bool | None = None,
 ) -> ServedModel:
     """The model, ready to run on `device`.
 
     `num_slots`: expert slots over all layers, for "slots" only. `progress("loading", done, total)`
     is called with bytes of the checkpoint. `context_tokens`: the longest request that will be
-    served, by default the model's window. Raises ConfigError for a bad directory or checkpoint,
-    EngineError for what cannot be served.
+    served, by default the model's window. `use_kernels`: see assemble. Raises ConfigError for a bad
+    directory or checkpoint, EngineError for what cannot be served.
     """
     if (experts == "slots") != (num_slots is not None):
         raise EngineError(f"experts {experts} with num_slots {num_slots}: slots need a number")
@@ -79,6 +80,7 @@ def load_model(
         device=device,
         num_slots=num_slots,
         context_tokens=context_tokens or shape.window,
+        use_kernels=use_kernels,
     )
     trim_heap()
     collapse_in_background(served.memory)

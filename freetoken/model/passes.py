@@ -27,7 +27,7 @@ class PassExperts(Protocol):
     def begin_pass(self) -> None: ...
 
     def enter_layer(self, layer: int) -> None:
-        """The chunks of decoder layer `layer` come next."""
+        """The chunks of the layer with experts number `layer` come next."""
 
     def pause_pass(self) -> None:
         """On-demand steps may follow."""
@@ -57,7 +57,8 @@ def cut_chunks(context: StepContext, chunk_tokens: int, attention: StepAttention
 class PassRun:
     """The pass that a model's ChunkedLayers run now.
 
-    `before_layer` is called before each layer and may return much later, when other steps have run.
+    `moe_layers`: which experts each decoder layer has, if any · `before_layer` is called before
+    each layer and may return much later, when other steps have run.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class PassRun:
         chunks: Sequence[Chunk],
         attention: StepAttention,
         experts: PassExperts | None,
+        moe_layers: Sequence[int | None],
         before_layer: Callable[[], None],
     ) -> None:
         self.chunks = chunks
         self._attention = attention
         self._experts = experts
+        self._moe_layers = moe_layers
         self._before_layer = before_layer
 
     def begin(self) -> None:
@@ -78,8 +81,9 @@ class PassRun:
 
     def enter_layer(self, layer: int) -> None:
         self._before_layer()
-        if self._experts is not None:
-            self._experts.enter_layer(layer)
+        number = self._moe_layers[layer]
+        if self._experts is not None and number is not None:
+            self._experts.enter_layer(number)
 
     def enter_chunk(self, chunk: Chunk) -> None:
         self._attention.set_step(chunk.step)
@@ -153,6 +157,9 @@ class _Cut:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dim() >= 2 and value.shape[1] == self.num_tokens:
+                if value.shape[0] == 1:
+                    # With the strides of a tensor of its own, as compiled layers expect them.
+                    return value[0, self.lo : self.hi][None]
                 return value[:, self.lo : self.hi]
             if value.dim() == 1 and value.shape[0] == self.num_tokens:
                 return value[self.lo : self.hi]

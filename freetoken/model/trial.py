@@ -43,7 +43,7 @@ class Trial:
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_pages, generator=generator)
         self._page_table = order.view(len(rows), max_pages).to(torch.int32)
-        self._pools = make_pools(model, num_pages)
+        self.pools = make_pools(model, num_pages)
 
     def step(self, *parts: Part) -> None:
         """One on-demand step with these parts, in this order."""
@@ -73,7 +73,7 @@ class Trial:
         self._page_table[target, :full] = self._page_table[source, :full]
         if num_tokens % PAGE_SIZE:
             old, new = int(self._page_table[source, full]), int(self._page_table[target, full])
-            for pool in (*self._pools.k, *self._pools.v):
+            for pool in (*self.pools.k, *self.pools.v):
                 pool[new] = pool[old]
         self._cached[target] = num_tokens
 
@@ -96,7 +96,7 @@ class Trial:
             torch.cat(rows),
             self._page_table,
             tuple(segments),
-            self._pools,
+            self.pools,
         )
         return torch.cat(ids), context, torch.arange(start)
 
