@@ -154,11 +154,6 @@ class ServedModel:
         return OpenPass(make_run, forward, self.device, ended)
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers, between which a pass may be left."""
-        return len(self._layers)
-
-    @property
     def can_capture(self) -> bool:
         """Whether `forward` may be captured in a CUDA graph: nothing in it waits for the device."""
         is_pinned = self._slots is None or self._slots.pool.is_pinned
