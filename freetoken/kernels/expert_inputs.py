@@ -36,8 +36,8 @@ class Groups:
 
     rows [E]: each expert's row of weights · active [E], num_active [1]: the experts that are needed ·
     offsets [E + 1], pairs: pairs[offsets[i] : offsets[i + 1]] are the pairs (token · K + k) of
-    active[i]. Entries beyond the counts are leftovers, but within bounds. Pairs that are to be
-    skipped are in no group.
+    active[i]; offsets behind num_active repeat the number of pairs, the other entries there are
+    leftovers, but within bounds. Pairs that are to be skipped are in no group.
     """
 
     rows: torch.Tensor

@@ -16,7 +16,7 @@ from freetoken.kernels.triton_gates import gate_value
 @triton.jit
 def group_gemv_kernel(
     x_ptr, x_stride, w_ptr, w_stride, bias_ptr, bias_stride, out_ptr,
-    rows_ptr, active_ptr, num_active_ptr, offsets_ptr, pairs_ptr,
+    rows_ptr, active_ptr, offsets_ptr, pairs_ptr,
     PAIRS_PER_X: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -27,34 +27,27 @@ def group_gemv_kernel(
     Multiply and add on the vector units, one pair at a time: for groups of one or two.
     grid: (tiles of OUT, groups). OUT counts columns of `out`, after the gate.
     """
-    group = tl.program_id(1)
-    num_active = tl.load(num_active_ptr)
-    expert = tl.load(active_ptr + group)
-    first = tl.load(offsets_ptr + group)
-    last = tl.load(offsets_ptr + group + 1)
-    if group >= num_active:
-        return
-    row = tl.load(rows_ptr + expert).to(tl.int64)
+    row, first, last = _group(tl.program_id(1), rows_ptr, active_ptr, offsets_ptr)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     gate_n, up_n = _weight_rows(n, OUT, GATED, INTERLEAVED)
     gate_ptr = w_ptr + row * w_stride + gate_n[:, None] * IN + k[None, :]
     up_ptr = w_ptr + row * w_stride + up_n[:, None] * IN + k[None, :]
+    EVEN: tl.constexpr = IN % BK == 0 and OUT % BN == 0
     for i in range(first, last):
         pair = tl.load(pairs_ptr + i).to(tl.int64)
-        x_row = x_ptr + (pair // PAIRS_PER_X) * x_stride
+        x_row = x_ptr + (pair // PAIRS_PER_X) * x_stride + k
         gate = tl.zeros((BN, BK), tl.float32)
         up = tl.zeros((BN, BK), tl.float32)
         for start in tl.range(0, IN, BK, num_stages=STAGES):
-            in_row = start + k < IN
-            inside = (n < OUT)[:, None] & in_row[None, :]
-            x = tl.load(x_row + start + k, mask=in_row, other=0.0).to(tl.float32)
+            x = tl.load(x_row + start, mask=start + k < IN, other=0.0).to(tl.float32)
             x = tl.broadcast_to(x[None, :], (BN, BK))
-            w = tl.load(gate_ptr + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            gate = tl.fma(w.to(tl.float32), x, gate)
+            inside = (n < OUT)[:, None] & (start + k < IN)[None, :]
+            w = _load(gate_ptr + start, inside, EVEN)
             if GATED:
-                w = tl.load(up_ptr + start, mask=inside, other=0.0, eviction_policy="evict_first")
-                up = tl.fma(w.to(tl.float32), x, up)
+                w_up = _load(up_ptr + start, inside, EVEN)
+                up = tl.fma(w_up.to(tl.float32), x, up)
+            gate = tl.fma(w.to(tl.float32), x, gate)
         gate_sum = tl.sum(gate, axis=1)
         up_sum = tl.sum(up, axis=1)
         if HAS_BIAS:
@@ -69,7 +62,7 @@ def group_gemv_kernel(
 @triton.jit
 def group_dot_kernel(
     x_ptr, x_stride, w_ptr, w_stride, bias_ptr, bias_stride, out_ptr,
-    rows_ptr, active_ptr, num_active_ptr, offsets_ptr, pairs_ptr,
+    rows_ptr, active_ptr, offsets_ptr, pairs_ptr,
     PAIRS_PER_X: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -79,19 +72,13 @@ def group_dot_kernel(
 
     Loads run STAGES − 1 tiles ahead through shared memory.
     """
-    group = tl.program_id(1)
-    num_active = tl.load(num_active_ptr)
-    expert = tl.load(active_ptr + group)
-    first = tl.load(offsets_ptr + group)
-    last = tl.load(offsets_ptr + group + 1)
-    if group >= num_active:
-        return
-    row = tl.load(rows_ptr + expert).to(tl.int64)
+    row, first, last = _group(tl.program_id(1), rows_ptr, active_ptr, offsets_ptr)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     gate_n, up_n = _weight_rows(n, OUT, GATED, INTERLEAVED)
     gate_ptr = w_ptr + row * w_stride + gate_n[:, None] * IN + k[None, :]
     up_ptr = w_ptr + row * w_stride + up_n[:, None] * IN + k[None, :]
+    EVEN: tl.constexpr = IN % BK == 0 and OUT % BN == 0
     for i in range(first, last, BM):
         m = i + tl.arange(0, BM)
         pair = tl.load(pairs_ptr + m, mask=m < last, other=0).to(tl.int64)
@@ -99,14 +86,14 @@ def group_dot_kernel(
         gate = tl.zeros((BN, BM), tl.float32)
         up = tl.zeros((BN, BM), tl.float32)
         for start in tl.range(0, IN, BK, num_stages=STAGES):
-            in_row = start + k < IN
-            inside = (n < OUT)[:, None] & in_row[None, :]
-            x = tl.load(x_cols + start, mask=(m < last)[None, :] & in_row[:, None], other=0.0)
-            w = tl.load(gate_ptr + start, mask=inside, other=0.0)
+            x_inside = (m < last)[None, :] & (start + k < IN)[:, None]
+            x = tl.load(x_cols + start, mask=x_inside, other=0.0)
+            inside = (n < OUT)[:, None] & (start + k < IN)[None, :]
+            w = _load(gate_ptr + start, inside, EVEN)
             gate = tl.dot(w, x, gate, input_precision="ieee")
             if GATED:
-                w = tl.load(up_ptr + start, mask=inside, other=0.0)
-                up = tl.dot(w, x, up, input_precision="ieee")
+                w_up = _load(up_ptr + start, inside, EVEN)
+                up = tl.dot(w_up, x, up, input_precision="ieee")
         if HAS_BIAS:
             bias_row = bias_ptr + row * bias_stride
             gate += tl.load(bias_row + gate_n, mask=n < OUT, other=0.0).to(tl.float32)[:, None]
@@ -126,36 +113,38 @@ def token_down_kernel(
     ids_ptr, weights_ptr, rows_ptr, num_tokens_ptr, num_experts,
     TOP_K: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NUM_TOKENS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[t] = Σ over k of weights[t, k] · (W[rows[ids[t, k]]] · act[t·K + k] + bias), in one launch.
 
-    grid: (tiles of OUT, tokens). An expert of two tokens is read twice: for few tokens.
+    All choices of a token are one tile [BC ≥ TOP_K, BN, BK], so that their weights are in flight
+    together. grid: (tiles of OUT, tokens). An expert of two tokens is read twice: for few tokens.
     """
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    choice = tl.arange(0, BC)
     k = tl.arange(0, BK)
-    total = tl.zeros((BN, BK), tl.float32)
-    bias = tl.zeros((BN,), tl.float32)
-    for choice in tl.static_range(TOP_K):
-        pair = token * TOP_K + choice
-        expert = _expert_of(ids_ptr, pair, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS)
-        row = tl.load(rows_ptr + tl.maximum(expert, 0)).to(tl.int64)
-        weight = tl.load(weights_ptr + pair, mask=expert >= 0, other=0.0).to(tl.float32)
-        w_row = w_ptr + row * w_stride + n[:, None] * IN + k[None, :]
-        num_in = tl.where(expert >= 0, IN, 0)  # nothing is read for a skipped pair
-        for start in tl.range(0, IN, BK, num_stages=STAGES):
-            in_row = start + k < num_in
-            x = tl.load(act_ptr + pair * IN + start + k, mask=in_row, other=0.0)
-            x = tl.broadcast_to((x.to(tl.float32) * weight)[None, :], (BN, BK))
-            inside = (n < OUT)[:, None] & in_row[None, :]
-            w = tl.load(w_row + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            total = tl.fma(w.to(tl.float32), x, total)
-        if HAS_BIAS:
-            inside = n < tl.where(expert >= 0, OUT, 0)
-            part = tl.load(bias_ptr + row * bias_stride + n, mask=inside, other=0.0)
-            bias += weight * part.to(tl.float32)
-    value = tl.sum(total, axis=1) + bias
+    pair = token * TOP_K + choice
+    expert = _expert_of(
+        ids_ptr, pair, choice < TOP_K, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS
+    )
+    row = tl.load(rows_ptr + expert, mask=expert >= 0, other=0).to(tl.int64)
+    weight = tl.load(weights_ptr + pair, mask=expert >= 0, other=0.0).to(tl.float32)
+    w_tile = w_ptr + (row * w_stride)[:, None, None] + n[None, :, None] * IN + k[None, None, :]
+    x_tile = act_ptr + pair[:, None] * IN + k[None, :]
+    total = tl.zeros((BC, BN, BK), tl.float32)
+    for start in tl.static_range(0, IN, BK):
+        x_inside = (expert >= 0)[:, None] & (start + k < IN)[None, :]
+        x = tl.load(x_tile + start, mask=x_inside, other=0.0).to(tl.float32) * weight[:, None]
+        inside = (n < OUT)[None, :, None] & x_inside[:, None, :]
+        w = tl.load(w_tile + start, mask=inside, other=0.0, eviction_policy="evict_first")
+        total = tl.fma(w.to(tl.float32), tl.broadcast_to(x[:, None, :], (BC, BN, BK)), total)
+    value = tl.sum(tl.sum(total, axis=2), axis=0)
+    if HAS_BIAS:
+        inside = (n < OUT)[:, None] & (expert >= 0)[None, :]
+        bias_tile = bias_ptr + (row * bias_stride)[None, :] + n[:, None]
+        bias = tl.load(bias_tile, mask=inside, other=0.0).to(tl.float32)
+        value += tl.sum(bias * weight[None, :], axis=1)
     tl.store(out_ptr + token * OUT + n, value.to(out_ptr.dtype.element_ty), mask=n < OUT)
 
 
@@ -175,7 +164,9 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
-        expert = _expert_of(ids_ptr, pair, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS)
+        expert = _expert_of(
+            ids_ptr, pair, None, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS
+        )
         inside = n < tl.where(expert >= 0, OUT, 0)
         weight = tl.load(weights_ptr + pair, mask=expert >= 0, other=0.0).to(tl.float32)
         source = pair
@@ -186,6 +177,18 @@ def combine_kernel(
             y += tl.load(bias_ptr + expert * bias_stride + n, mask=inside, other=0.0).to(tl.float32)
         total += weight * y
     tl.store(out_ptr + token * OUT + n, total.to(out_ptr.dtype.element_ty), mask=n < OUT)
+
+
+@triton.jit
+def _group(group, rows_ptr, active_ptr, offsets_ptr):
+    """Row of weights of a group, and its range of `pairs`: empty behind the last active expert.
+
+    The range depends on the row, so that both are loaded at once and not one after the other.
+    """
+    first = tl.load(offsets_ptr + group)
+    last = tl.load(offsets_ptr + group + 1)
+    row = tl.load(rows_ptr + tl.load(active_ptr + group)).to(tl.int64)
+    return row, first, tl.where(row >= 0, last, first)
 
 
 @triton.jit
@@ -201,10 +204,24 @@ def _weight_rows(n, OUT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.cons
 
 
 @triton.jit
-def _expert_of(ids_ptr, pair, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS: tl.constexpr):
-    """The expert of a pair as int64, −1 if the pair is to be skipped."""
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
-    kept = (expert >= 0) & (expert < num_experts)
+def _load(ptr, inside, EVEN: tl.constexpr):
+    """A tile of weights, each read once; EVEN: all of it is inside the matrix."""
+    if EVEN:
+        return tl.load(ptr, eviction_policy="evict_first")
+    else:
+        return tl.load(ptr, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _expert_of(
+    ids_ptr, pair, mask, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS: tl.constexpr
+):
+    """The expert of a pair, or of several of one token, as int64; −1 if it is to be skipped."""
+    if mask is None:
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+    else:
+        expert = tl.load(ids_ptr + pair, mask=mask, other=-1).to(tl.int64)
+    limit = num_experts
     if HAS_NUM_TOKENS:
-        kept = kept & (token < tl.load(num_tokens_ptr))
-    return tl.where(kept, expert, -1)
+        limit = tl.where(token < tl.load(num_tokens_ptr), num_experts, 0)
+    return tl.where((expert >= 0) & (expert < limit), expert, -1)

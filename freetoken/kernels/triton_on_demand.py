@@ -126,8 +126,8 @@ def token_down(
         HAS_BIAS=bias is not None,
         HAS_NUM_TOKENS=routing.num_tokens is not None,
         BN=launch.block_n,
+        BC=triton.next_power_of_2(work.top_k),
         BK=launch.block_k,
-        STAGES=launch.stages,
         num_warps=launch.warps,
     )
     return out
@@ -192,7 +192,6 @@ def _group_product(
         out,
         groups.rows,
         groups.active,
-        groups.num_active,
         groups.offsets,
         groups.pairs,
         PAIRS_PER_X=num_pairs // len(x),
