@@ -13,7 +13,7 @@ import torch
 
 from freetoken.experts.bank import RowBank, allocate_rows, row_views
 from freetoken.experts.layout import ExpertLayout
-from freetoken.experts.policy import RecencyPolicy
+from freetoken.experts.policy import SlotPolicy
 from freetoken.experts.stream import copy_rows
 from freetoken.kernels.ops import Gate, GroupedExperts, PostNorm
 
@@ -40,7 +40,8 @@ class SlotPool:
         self.num_experts = num_experts
         self.rows = allocate_rows(num_slots + num_experts, layout.row_bytes, device)
         self.views = row_views(layout, self.rows)
-        self.policy = RecencyPolicy(num_slots)
+        self.policy = SlotPolicy(num_slots)
+        self._last_layer = -1
         self.counters = SlotCounters()
         self.in_pass = False
         self._pass_layer: int | None = None
@@ -58,6 +59,9 @@ class SlotPool:
 
     def rows_on_demand(self, layer: int, bank: RowBank, experts: list[int]) -> torch.Tensor:
         """Load what is missing of `experts`; the row of each expert, [E + 1] int64, −1: none."""
+        if layer <= self._last_layer:
+            self.policy.end_step()
+        self._last_layer = layer
         found = self.policy.resolve(layer, experts)
         scratch = {expert: self.num_slots + i for i, expert in enumerate(found.bypass)}
         loads = found.loads | scratch
