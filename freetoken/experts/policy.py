@@ -5,11 +5,11 @@ what they are tested against, and what tools/replay_policy.py replays traces wit
 
 Victims are put in order once a step, when it ends: free slots, then a share of those that the step
 has not used, lowest priority first (kernels/slot_order.py), then those that it has used, by layer.
-During the next step layer after layer takes victims from the head of that queue, passing over slots
-that the step has used meanwhile; one that the last step has used is taken only once its own layer has
-passed without using it again. When there is none, experts bypass the slots. So a step that asks for
-more experts than there are slots keeps what it will use, where any order of eviction by age misses
-every time; and a wide step cannot sweep out what the rows that decode come back to.
+During the next step layer after layer takes victims from the head of that queue, passing over
+slots that the step has used meanwhile; one that the last step has used is taken only once its own
+layer has passed without using it again. When there is none, experts bypass the slots. So a step that
+asks for more experts than there are slots keeps what it will use, where any order of eviction by
+age misses every time; and a wide step cannot sweep out what the rows that decode come back to.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SlotPolicy:
         self._cursor = 0
 
     def resolve(self, layer: int, experts: Iterable[int]) -> Resolution:
-        """Find or make room for a layer's experts, once per layer and step; the caller fills `loads`."""
+        """Find or make room for a layer's experts, once per step; the caller fills `loads`."""
         hits: dict[int, int] = {}
         missing = []
         for expert in sorted(set(experts)):
@@ -102,7 +102,9 @@ class SlotPolicy:
         """Assert that owners and slots name each other and nothing is used in the future."""
         owned = {key: slot for slot, key in enumerate(self._owner) if key is not None}
         assert owned == self._slot_of, "a slot is lost or held twice"
-        assert all(0 <= stamp <= self.clock for stamp in self._stamp), "a slot is used in the future"
+        assert all(0 <= stamp <= self.clock for stamp in self._stamp), (
+            "a slot is used in the future"
+        )
         assert len(set(self._queue)) == len(self._queue), "a slot is queued twice"
 
     def _order_key(self, slot: int) -> int:

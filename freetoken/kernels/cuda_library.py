@@ -1,1 +1,2 @@
-def load(): return None
+def load():
+    return None

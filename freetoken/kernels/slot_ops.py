@@ -1,4 +1,4 @@
-"""Operations on slot tables, by the tables' device: plain torch on the CPU, Triton and cuda/ on a GPU.
+"""Operations on slot tables: plain torch for tables on the CPU, Triton and cuda/ on a GPU.
 
 On a GPU nothing waits for the device and nothing depends on its values, so that all of it may be
 captured in a CUDA graph.

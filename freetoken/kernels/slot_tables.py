@@ -18,21 +18,22 @@ HITS, MISSES, DISTINCT, BYPASSED = range(4)
 class SlotTables:
     """L layers, E experts a layer, N slots; int32 unless said, all on one device.
 
-    A (layer, expert) has the number layer·E + expert. Pool rows [0, N) are slots, [N, N + E) scratch.
+    A (layer, expert) has the number layer·E + expert. Pool rows [0, N) are slots, [N, N + E) are
+    scratch.
 
     Kept from step to step:
-    slot_of [L·E]: slot, −1 absent · owner [N]: number, −1 free · stamp [N] int64: last step that used
-    the slot, 0 never · priority [L·E]: see slot_order · clock [1] int64: the running step, from 1 ·
-    queue [N], num_victims [1], cursor [1]: slots that this step may take, in order, and how many
-    are gone · counters [4] int64: experts, once per layer and step: found in a slot, fetched,
-    asked for, fetched into scratch rows.
+    slot_of [L·E]: slot, −1 absent · owner [N]: number, −1 free · stamp [N] int64: last step that
+    used the slot, 0 never · priority [L·E]: see slot_order · clock [1] int64: the running step,
+    from 1 · queue [N], num_victims [1], cursor [1]: slots that this step may take, in order, and how
+    many it has passed · counters [4] int64: experts, once per layer and step: found in a slot,
+    fetched, asked for, fetched into scratch rows.
 
     Of the layer that was resolved last; entries behind the counts are leftovers:
-    rows [E]: pool row, −1 not needed · fetch_experts, fetch_rows [E], num_fetch [1]: bank row to pool
-    row · cpu_experts [E], num_cpu [1]: computed by the CPU, none so far · active [E], num_active [1]:
-    experts that are needed, ascending · offsets [E + 1], pairs [max_pairs]: the pairs
-    (token · K + k) of active expert i are pairs[offsets[i] : offsets[i + 1]], ascending; offsets
-    behind num_active repeat the number of pairs.
+    rows [E]: pool row, −1 not needed · fetch_experts, fetch_rows [E], num_fetch [1]: bank row to
+    pool row · cpu_experts [E], num_cpu [1]: computed by the CPU, none so far · active [E],
+    num_active [1]: experts that are needed, ascending · offsets [E + 1], pairs [max_pairs]: the
+    pairs (token · K + k) of active expert i are pairs[offsets[i] : offsets[i + 1]], ascending;
+    offsets behind num_active repeat the number of pairs.
 
     keys [N]: working memory of build_queue.
     """
