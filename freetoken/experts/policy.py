@@ -7,9 +7,9 @@ Victims are put in order once a step, when it ends: free slots, then a share of 
 has not used, lowest priority first (kernels/slot_order.py), then those that it has used, by layer.
 During the next step layer after layer takes victims from the head of that queue, passing over
 slots that the step has used meanwhile; one that the last step has used is taken only once its own
-layer has passed without using it again. When there is none, experts bypass the slots. So a step that
-asks for more experts than there are slots keeps what it will use, where any order of eviction by
-age misses every time; and a wide step cannot sweep out what the rows that decode come back to.
+layer has passed without using it again. When there is none, experts bypass the slots. So a step
+that asks for more experts than there are slots keeps what it will use, where any order of eviction
+by age misses every time; and a wide step cannot sweep out what the rows that decode come back to.
 """
 
 from __future__ import annotations

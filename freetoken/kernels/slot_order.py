@@ -16,9 +16,9 @@ from __future__ import annotations
 ONE_USE = 1 << 24
 # A step takes this part of every priority, rounded up: one use is forgotten after 91 steps.
 DECAY_NUMERATOR, DECAY_SHIFT = 5, 5
-# Order keys, the smaller goes first, then the lower slot: free slots, those of priority 0 by age (to
-# MAX_AGE steps), others by priority, and last the slots that the step just ended has used, by layer
-# and then by priority without its last KEPT_SHIFT bits.
+# Order keys, the smaller goes first, then the lower slot: free slots, those of priority 0 by age
+# (to MAX_AGE steps), others by priority, and last the slots that the step just ended has used, by
+# layer and then by priority without its last KEPT_SHIFT bits.
 FREE_KEY = -1
 MAX_AGE = 1 << 20
 KEPT_KEY = 1 << 27
