@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from freetoken.errors import ConfigError, EngineError
 from freetoken.kernels.hugepages import collapse_in_background
-from freetoken.model.assemble import ExpertsMode, Weights, assemble
+from freetoken.model.assemble import ExpertsMode, Weights, assemble, own_banks
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import TensorReader, list_tensors, read_config, resolve_dtype
 from freetoken.model.conversion import (
@@ -69,7 +69,7 @@ def load_model(
     shape = measure_shape(model)
     check_rope(model, context_tokens or shape.window)
     plan = plan_loading(model, list_tensors(path))
-    weights = Weights(model, experts, device)
+    weights = Weights(model, experts, device, own_banks(experts))
     _read_weights(plan, model, weights, progress)
     weights.finish(plan.missing)
     served = assemble(
