@@ -26,6 +26,8 @@ from freetoken.experts.layout import LAYOUT_VERSION, ExpertLayout
 MAGIC = b"ftbank01"
 LENGTH_BYTES = 4
 PAGE_BYTES = mmap.PAGESIZE
+BLOCK_BYTES = 512
+"""The unit of st_blocks, whatever the page."""
 NAME = "freetoken-bank"
 RESERVE_BYTES = 64 << 20
 """Taken from the system in one call, between which signals are heard."""
@@ -177,6 +179,11 @@ class BankMemory:
     def mark_filled(self, layer: int) -> None:
         """Every row of the layer has been written: a later worker may use it as it is."""
         self._map[self._places.filled + layer] = 1
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the system has given for it so far; 0 when that is not known."""
+        return 0 if self.fd is None else os.fstat(self.fd).st_blocks * BLOCK_BYTES
 
     @property
     def num_filled(self) -> int:

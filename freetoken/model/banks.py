@@ -76,26 +76,38 @@ def attach_banks(identity: BankIdentity, keeper: BankKeeper) -> BankMemory | Non
             "bank.found",
             layers=len(identity.layers),
             filled=memory.num_filled,
-            mib=identity.num_bytes >> 20,
+            mib=memory.taken_bytes >> 20,
         )
     )
     return memory
 
 
-def make_banks(
-    identity: BankIdentity, keeper: BankKeeper | None, free_bytes: int | None
+def open_banks(
+    identity: BankIdentity,
+    found: BankMemory | None,
+    keeper: BankKeeper | None,
+    free_bytes: int | None,
 ) -> BankMemory:
-    """New memory, kept from now on; ConfigError if `free_bytes` is not enough for it."""
-    if free_bytes is not None:
-        check_host_memory(identity.num_bytes, free_bytes)
-    memory = BankMemory.create(identity)
-    if keeper is not None and memory.fd is not None:
-        keeper.keep(identity.digest, memory.fd)
+    """`found` if it is of this identity, else new memory, which is kept from now on.
+
+    ConfigError if `free_bytes` is not enough for what is still to be taken.
+    """
+    memory = found if found is not None and found.identity == identity else None
+    taken_bytes = 0 if memory is None else memory.taken_bytes
+    if free_bytes is not None and taken_bytes < identity.num_bytes:
+        check_host_memory(identity.num_bytes - taken_bytes, free_bytes)
+    if memory is None:
+        memory = BankMemory.create(identity)
+        if keeper is not None and memory.fd is not None:
+            keeper.keep(identity.digest, memory.fd)
     return memory
 
 
 def check_host_memory(bank_bytes: int, free_bytes: int) -> None:
-    """Before anything is taken. `free_bytes`: what may be, limits of the container included."""
+    """ConfigError if banks that need so much more are too large.
+
+    `free_bytes`: what may be taken, limits of the container included.
+    """
     loading_bytes = min(2 * MAX_FLIGHT_BYTES, bank_bytes)
     if bank_bytes + loading_bytes > free_bytes:
         raise ConfigError(

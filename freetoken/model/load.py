@@ -16,7 +16,7 @@ from freetoken.experts.pinning import pin_banks
 from freetoken.experts.shared import BankMemory
 from freetoken.kernels.hugepages import collapse_in_background
 from freetoken.model.assemble import ExpertsMode, Weights, assemble, own_banks
-from freetoken.model.banks import BankKeeper, banks_in, identify_banks, make_banks
+from freetoken.model.banks import BankKeeper, banks_in, identify_banks, open_banks
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import list_tensors, read_config, resolve_dtype
 from freetoken.model.conversion import plan_loading
@@ -72,11 +72,7 @@ def load_model(
     plan = plan_loading(model, list_tensors(path))
     memory = None
     if experts == "slots":
-        identity = identify_banks(path, model)
-        if found is not None and found.identity == identity:
-            memory = found
-        else:
-            memory = make_banks(identity, keeper, host_free_bytes)
+        memory = open_banks(identify_banks(path, model), found, keeper, host_free_bytes)
     make_bank = own_banks(experts) if memory is None else banks_in(memory)
     weights = Weights(model, experts, device, make_bank)
     started_s = time.monotonic()
