@@ -138,6 +138,15 @@ class Config(BaseModel):
             description="seconds a step may take before /health/ready says 503",
         ),
     ] = 60.0
+    worker_restarts: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=100,
+            description="ft serve: times a minute that a worker that died is started again, finding"
+            " its experts in memory; 0: the server ends with it",
+        ),
+    ] = 0
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(description="least level logged")
     ] = "INFO"

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import torch
 
+from freetoken.experts.shared import BankMemory
 from freetoken.model.attention import MAX_SCORES
+from freetoken.model.banks import BankKeeper, find_banks
 from freetoken.model.context import KvPools
 from freetoken.model.load import load_model, read_shape
 from freetoken.model.selfcheck import check_model
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
 from freetoken.model.step import MAX_GATHERED_KEYS
+from freetoken.worker.budget import measure_budget
 from freetoken.worker.kv import allocate_pools
 from freetoken.worker.sizes import ModelSizes
 from freetoken.worker.startup import ExpertsMode, ReportBytes
@@ -28,9 +31,16 @@ was loaded: most of them are loaded only when they are first called, after the b
 
 
 class CheckpointSource:
-    """`dtype` is the option's value. Raises ConfigError for a directory that is no checkpoint."""
+    """`dtype` is the option's value; `keeper` keeps the banks for the next worker.
 
-    def __init__(self, path: Path, dtype: str, device: torch.device) -> None:
+    Raises ConfigError for a directory that is no checkpoint.
+    """
+
+    def __init__(
+        self, path: Path, dtype: str, device: torch.device, keeper: BankKeeper | None = None
+    ) -> None:
+        self._keeper = keeper
+        self._found: BankMemory | None = None
         self._path = path
         self._dtype = dtype
         self._device = device
@@ -38,6 +48,11 @@ class CheckpointSource:
 
     def read_sizes(self) -> ModelSizes:
         return sizes_of(self._shape, on_gpu=self._device.type == "cuda")
+
+    def find_banks(self, experts: ExpertsMode) -> int:
+        if experts == "slots" and self._keeper is not None:
+            self._found = find_banks(self._path, self._dtype, self._keeper)
+        return 0 if self._found is None else self._found.taken_bytes
 
     def check(self, experts: ExpertsMode) -> None:
         check_model(self._path, experts=experts, dtype=self._dtype)
@@ -57,6 +72,9 @@ class CheckpointSource:
             num_slots=num_slots,
             context_tokens=context_tokens,
             progress=report,
+            found=self._found,
+            keeper=self._keeper,
+            host_free_bytes=measure_budget(),
         )
 
     def make_pools(self, num_pages: int, page_size: int) -> KvPools:

@@ -37,6 +37,7 @@ from freetoken.wire.sockets import Endpoints
 from freetoken.worker.budget import measure_budget
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.faults import StepError
+from freetoken.worker.keeper import find_keeper
 from freetoken.worker.link import Lost, Progress, SchedulerLink
 from freetoken.worker.pending import Pending
 from freetoken.worker.startup import ModelSource, Started, start
@@ -72,7 +73,8 @@ def open_source(config: Config) -> ModelSource:
         )
     if config.model is None:
         raise ConfigError("no model is given; name the directory of a checkpoint")
-    return CheckpointSource(Path(config.model), config.dtype, torch.device("cpu"))
+    keeper = None if config.run_dir is None else find_keeper(config.run_dir, os.environ)
+    return CheckpointSource(Path(config.model), config.dtype, torch.device("cpu"), keeper)
 
 
 def serve(config: Config, source: ModelSource) -> None:

@@ -53,6 +53,10 @@ class ModelSource(Protocol):
         """From the configuration alone."""
         ...
 
+    def find_banks(self, experts: ExpertsMode) -> int:
+        """Bytes of banks that an earlier worker left and `load` will use; 0: none."""
+        ...
+
     def check(self, experts: ExpertsMode) -> None:
         """EngineError if a small copy of the model computes something wrong on our path."""
         ...
@@ -83,6 +87,7 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     sizes = source.read_sizes()
     experts = choose_experts(config)
     request = make_request(config, sizes, has_slots=experts == "slots")
+    budget_bytes += source.find_banks(experts)  # they are not free, but ours
     plan = plan_memory(sizes, request, budget_bytes)
     log_plan(config, sizes, plan, experts)
     limits = make_limits(config, sizes, plan, experts)
