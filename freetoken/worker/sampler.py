@@ -1,7 +1,7 @@
 """The sampling state of all rows, and one token for each row of a step.
 
 Owns the parameters (host arrays), the output position of each row, and the token counts that
-penalties need. What may be drawn is in filters.py, the random stream in philox.py. Log
+penalties need. What may be drawn is in kernels/sample_ops.py, the random stream in philox.py. Log
 probabilities are of the model's raw logits, before bias, penalties and temperature, as in vLLM.
 """
 
@@ -14,17 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from freetoken.kernels.reference_sample import MIN_TEMPERATURE, Filters, draw
 from freetoken.wire.messages import Logprobs, Sampling, pack_ids
 from freetoken.worker.counts import RowIds, TokenCounts
 from freetoken.worker.faults import StepError
-from freetoken.worker.filters import Filters, Penalties, draw, penalize
+from freetoken.worker.filters import Penalties, penalize
 from freetoken.worker.philox import uniforms
 
 Flags = npt.NDArray[np.bool_]
-
-MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy: logits divided by less leave one token anyway, or overflow."""
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
