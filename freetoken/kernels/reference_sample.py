@@ -52,11 +52,15 @@ def sample(
     uniforms: Tensor,
 ) -> Tensor:
     """See sample_ops.sample."""
+    random = temperature >= MIN_TEMPERATURE
+    filters = Filters(temperature, top_k.long(), top_p, min_p)
+    if random.all():
+        tokens, is_sound = draw(logits, filters, uniforms)
+        return tokens.masked_fill_(~is_sound, -1)
     best, tokens = logits.max(dim=-1)
-    random = (temperature >= MIN_TEMPERATURE) & best.isfinite()
+    random &= best.isfinite()
     if random.any():
-        filters = Filters(temperature, top_k.long(), top_p, min_p).take(random)
-        tokens[random], _ = draw(logits[random], filters, uniforms[random])
+        tokens[random], _ = draw(logits[random], filters.take(random), uniforms[random])
     return tokens.masked_fill_(~best.isfinite(), -1)
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 
 @pytest.fixture(scope="session")
@@ -12,7 +17,7 @@ def device() -> torch.device:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`kernel_dtype`: the types that kernels are tested in. bf16 arithmetic is wrong in the interpreter."""
+    """`kernel_dtype`: what kernels are tested in. bf16 arithmetic is wrong in the interpreter."""
     if "kernel_dtype" in metafunc.fixturenames:
         dtypes = [torch.float32, torch.float16]
         if torch.cuda.is_available():
