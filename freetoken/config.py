@@ -145,10 +145,7 @@ class Config(BaseModel):
     worker_restarts: Annotated[
         int,
         Field(
-            ge=0,
-            le=100,
-            description="ft serve: times a minute that a worker that died is started again, finding"
-            " its experts in memory; 0: the server ends with it",
+            ge=0, le=100, description="a dead worker is started again so many times in 60 seconds"
         ),
     ] = 0
     log_level: Annotated[

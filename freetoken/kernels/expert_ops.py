@@ -30,6 +30,8 @@ def experts_on_demand(
     groups must belong to the routing. views: the layout's tensors as [R, *shape]. A gate that is a
     GateKind is computed inside the kernels, any other runs between them.
     """
+    if len(hidden) == 0:
+        return hidden.clone()
     if use_triton(hidden):
         from freetoken.kernels import triton_on_demand
 
@@ -50,6 +52,8 @@ def experts_in_pass(
 
     On a GPU its temporaries are about S · (C + 2F) + max(S · F, S · C) elements for S = T · K pairs.
     """
+    if len(hidden) == 0:
+        return hidden.clone()
     if use_triton(hidden):
         from freetoken.kernels import triton_pass_experts
 

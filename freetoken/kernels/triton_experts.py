@@ -30,7 +30,7 @@ def group_gemv_kernel(
     row, first, last = _group(tl.program_id(1), rows_ptr, active_ptr, offsets_ptr)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    gate_n, up_n = _weight_rows(n, OUT, GATED, INTERLEAVED)
+    gate_n, up_n = weight_rows(n, OUT, GATED, INTERLEAVED)
     gate_ptr = w_ptr + row * w_stride + gate_n[:, None] * IN + k[None, :]
     up_ptr = w_ptr + row * w_stride + up_n[:, None] * IN + k[None, :]
     EVEN: tl.constexpr = IN % BK == 0 and OUT % BN == 0
@@ -75,7 +75,7 @@ def group_dot_kernel(
     row, first, last = _group(tl.program_id(1), rows_ptr, active_ptr, offsets_ptr)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    gate_n, up_n = _weight_rows(n, OUT, GATED, INTERLEAVED)
+    gate_n, up_n = weight_rows(n, OUT, GATED, INTERLEAVED)
     gate_ptr = w_ptr + row * w_stride + gate_n[:, None] * IN + k[None, :]
     up_ptr = w_ptr + row * w_stride + up_n[:, None] * IN + k[None, :]
     EVEN: tl.constexpr = IN % BK == 0 and OUT % BN == 0
@@ -192,7 +192,7 @@ def _group(group, rows_ptr, active_ptr, offsets_ptr):
 
 
 @triton.jit
-def _weight_rows(n, OUT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def weight_rows(n, OUT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Rows of the up matrix that hold gate and up of output n."""
     if GATED:
         if INTERLEAVED:

@@ -56,7 +56,7 @@ class Report:
             self._phase = health.phase
             self._phase_s = self._drawn_s = self._clock()
             self._loaded_bytes = 0
-        if not self._loaded_bytes:
+        if not health.loaded_bytes and not self._loaded_bytes:
             self._load_s = self._clock()
         self._loaded_bytes = health.loaded_bytes or self._loaded_bytes
         elapsed_s = self._clock() - self._drawn_s
