@@ -5,7 +5,7 @@ The loader and the self-check both build models here, so what is checked is what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from freetoken.errors import ConfigError, EngineError
 from freetoken.experts.bank import ExpertBank, PackedBank, RowBank
 from freetoken.experts.inplace import InPlaceExperts
+from freetoken.experts.layout import ExpertLayout
 from freetoken.experts.slots import SlotExperts, SlotPool
 from freetoken.experts.stream import PassRing
 from freetoken.kernels.gates import recognise_gate
@@ -44,6 +45,8 @@ from freetoken.model.served import ServedModel, SlotCache
 from freetoken.model.shape import ModelShape
 
 ExpertsMode = Literal["in-place", "slots"]
+MakeBank = Callable[[int, str, ExpertLayout, int], ExpertBank]
+"""(index among the layers with experts, module name, layout, number of experts) → the bank."""
 
 
 class Weights:
@@ -52,19 +55,19 @@ class Weights:
     The expert parameters of the model stay on meta.
     """
 
-    def __init__(self, model: PreTrainedModel, experts: ExpertsMode, device: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, experts: ExpertsMode, device: str, make_bank: MakeBank
+    ) -> None:
         self.banks: dict[str, ExpertBank] = {}
         self._model = model
         self._device = device
         self._transposed: dict[str, bool] = {}
         self._targets: dict[str, BankTarget] = {}
-        for name, module in experts_modules(model):
+        for layer, (name, module) in enumerate(experts_modules(model)):
             if experts == "in-place" and device != "cpu":
                 raise EngineError(f"experts in place run on the CPU only, not on {device}")
             layout = plan_layout(name, module)
-            packed = experts == "in-place" and can_prepack(layout.tensors[0].dtype)
-            form = PackedBank if packed else RowBank
-            self.banks[name] = form(layout, num_experts(module))
+            self.banks[name] = make_bank(layer, name, layout, num_experts(module))
             self._transposed[name] = bool(module.is_transposed)
         self._targets = bank_targets(model)
 
@@ -128,6 +131,17 @@ class Weights:
         ]
         if left:
             raise EngineError(f"{type(model).__name__}: weights were never loaded: {left[:4]}")
+
+
+def own_banks(experts: ExpertsMode) -> MakeBank:
+    """Banks in memory of their own, in the form that `experts` computes from."""
+
+    def make(layer: int, name: str, layout: ExpertLayout, num_experts: int) -> ExpertBank:
+        if experts == "in-place" and can_prepack(layout.tensors[0].dtype):
+            return PackedBank(layout, num_experts)
+        return RowBank(layout, num_experts)
+
+    return make
 
 
 def assemble(

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from freetoken.errors import ConfigError, EngineError
-from freetoken.model.assemble import ExpertsMode, Weights, assemble
+from freetoken.model.assemble import ExpertsMode, Weights, assemble, own_banks
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import read_config, resolve_dtype
 from freetoken.model.conversion import DtypePlan
@@ -253,7 +253,7 @@ def _our_model(
 ) -> ServedModel:
     model = build_meta_model(deepcopy(config), dtype)
     shape = measure_shape(model)
-    weights = Weights(model, experts, "cpu")
+    weights = Weights(model, experts, "cpu", own_banks(experts))
     dtypes = DtypePlan(model)
     for name, tensor in plain.state_dict().items():
         weights.put_whole(name, tensor.to(dtypes.of(name)))

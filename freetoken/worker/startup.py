@@ -34,15 +34,11 @@ from freetoken.wire.messages import (
 from freetoken.worker.kv import pool_bytes
 from freetoken.worker.link import Progress
 from freetoken.worker.memory import MemoryPlan, plan_memory
-from freetoken.worker.runner import Limits, Model, Runner
-from freetoken.worker.sizes import ModelSizes, Request
+from freetoken.worker.model import Model
+from freetoken.worker.runner import Limits, Runner
+from freetoken.worker.sizes import ModelSizes, make_request
 from freetoken.worker.threads import StepThreads
 from freetoken.worker.threshold import on_demand_tokens
-
-WINDOWS_IN_POOL = 4
-TOKENS_PER_ROW = 2048
-"""The automatic pool on a CPU holds this for every row, but no more than WINDOWS_IN_POOL windows:
-more would be zeroed at start for nothing."""
 
 ExpertsMode = Literal["in-place", "slots"]
 ReportBytes = Callable[[str, int, int], None]
@@ -55,6 +51,10 @@ class ModelSource(Protocol):
 
     def read_sizes(self) -> ModelSizes:
         """From the configuration alone."""
+        ...
+
+    def find_banks(self, experts: ExpertsMode) -> int:
+        """Bytes of banks that an earlier worker left and `load` will use; 0: none."""
         ...
 
     def check(self, experts: ExpertsMode) -> None:
@@ -86,7 +86,9 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     """Everything before serving. Raises ConfigError or EngineError with the reason."""
     sizes = source.read_sizes()
     experts = choose_experts(config)
-    plan = plan_memory(sizes, make_request(config, sizes, experts), budget_bytes)
+    request = make_request(config, sizes, has_slots=experts == "slots")
+    budget_bytes += source.find_banks(experts)  # they are not free, but ours
+    plan = plan_memory(sizes, request, budget_bytes)
     log_plan(config, sizes, plan, experts)
     limits = make_limits(config, sizes, plan, experts)
 
@@ -115,6 +117,7 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
         window=plan.window,
         context_tokens=plan.context_tokens,
         vocab_size=limits.vocab_size,
+        num_layers=model.num_layers,
         max_step_tokens=limits.max_step_tokens,
         max_pass_tokens=limits.max_pass_tokens,
         max_on_demand_tokens=limits.max_on_demand_tokens,
@@ -135,24 +138,6 @@ def choose_experts(config: Config) -> ExpertsMode:
     return "in-place"
 
 
-def make_request(config: Config, sizes: ModelSizes, experts: ExpertsMode) -> Request:
-    window = config.max_seq_len_override or sizes.window
-    return Request(
-        page_size=config.page_size,
-        max_rows=config.max_rows,
-        max_step_tokens=config.max_step_tokens,
-        has_slots=experts == "slots",
-        context_tokens=config.context_tokens,
-        num_tokens=config.num_tokens,
-        num_pages=config.num_pages,
-        kv_reserve_tokens=config.kv_reserve_tokens,
-        max_seq_len_override=config.max_seq_len_override,
-        moe_cache_size=config.moe_cache_size,
-        moe_cache_rate=config.moe_cache_rate,
-        automatic_pool_tokens=min(config.max_rows * TOKENS_PER_ROW, WINDOWS_IN_POOL * window),
-    )
-
-
 def make_limits(
     config: Config, sizes: ModelSizes, plan: MemoryPlan, experts: ExpertsMode
 ) -> Limits:
@@ -163,7 +148,7 @@ def make_limits(
         page_size=plan.page_size,
         context_tokens=plan.context_tokens,
         vocab_size=sizes.vocab_size,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=plan.max_step_tokens,
         max_pass_tokens=plan.max_pass_tokens,
         max_on_demand_tokens=on_demand_tokens(
             config.extend_threshold, sizes.num_experts, sizes.top_k

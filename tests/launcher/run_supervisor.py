@@ -20,6 +20,7 @@ FAKE = str(Path(__file__).with_name("fake_room.py"))
 def main() -> int:
     port, base = sys.argv[1:3]
     behaviours = dict(argument.split("=") for argument in sys.argv[3:])
+    restarts = {"api": 5, "worker": int(behaviours.pop("restarts", 0))}
     log.setup("launcher")
     poller = HealthPoller("127.0.0.1", int(port), busy_s=0.05, calm_s=0.1)
     rooms = [
@@ -29,7 +30,7 @@ def main() -> int:
                 *(sys.executable, FAKE, f"freetoken-{name}", port),
                 *(behaviours.get(name, "well"), "--launcher-pid", str(os.getpid())),
             ),
-            can_restart=name == "api",
+            restarts.get(name, 0),
         )
         for name in ("scheduler", "worker", "api")
     ]
