@@ -1,0 +1,71 @@
+"""How fast the link to the GPU is: copies of whole layers, gathers of scattered experts.
+
+Measured once at start, with the same kernel and the same memory that serve; a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from freetoken.experts.cost import Link
+from freetoken.kernels import slot_tables
+from freetoken.kernels.slot_ops import fetch
+
+MAX_BYTES = 512 << 20
+"""Enough for the copy engine's full rate, and little beside what is loaded."""
+PLAIN_ROW_BYTES = 8 << 20
+NUM_TRIES = 3
+
+
+def measure_link(device: torch.device, bank_rows: Tensor | None = None) -> Link | None:
+    """Bytes per second from host memory to a cuda `device`; None for other devices.
+
+    bank_rows: [E, row_bytes] uint8 cpu, a pinned layer of a bank, or None: memory of its own, and
+    the gather is estimated. Waits for the device; takes up to 512 MiB on it, and gives them back.
+    """
+    if device.type != "cuda":
+        return None
+    if bank_rows is None or not bank_rows.is_pinned():
+        rows = torch.empty(
+            (MAX_BYTES // 2 // PLAIN_ROW_BYTES, PLAIN_ROW_BYTES), dtype=torch.uint8, pin_memory=True
+        )
+        return Link.of_copy(_measure_copy(rows, device))
+    rows = bank_rows[: max(1, MAX_BYTES // bank_rows.shape[1])]
+    copy_bytes_s = _measure_copy(rows, device)
+    return Link(copy_bytes_s, min(copy_bytes_s, _measure_gather(rows, device)))
+
+
+def _measure_copy(rows: Tensor, device: torch.device) -> float:
+    """rows: [n, row_bytes] uint8 cpu, pinned."""
+    target = torch.empty_like(rows, device=device)
+    return _best_rate(rows.nbytes, device, lambda: target.copy_(rows, non_blocking=True))
+
+
+def _measure_gather(rows: Tensor, device: torch.device) -> float:
+    """Fetches every second row, then the others, as a step that misses half of a layer would."""
+    count = len(rows)
+    tables = slot_tables.allocate(1, count, 1, 1, device)
+    order = [*range(0, count, 2), *range(1, count, 2)]
+    tables.fetch_experts.copy_(torch.tensor(order, dtype=torch.int32))
+    tables.fetch_rows.copy_(torch.arange(count, dtype=torch.int32))
+    tables.num_fetch.fill_(count)
+    pool = torch.empty_like(rows, device=device)
+    return _best_rate(rows.nbytes, device, lambda: fetch(rows, pool, tables))
+
+
+def _best_rate(num_bytes: int, device: torch.device, move: Callable[[], object]) -> float:
+    """The fastest of some tries, after one that is not counted."""
+    move()
+    times_ms = []
+    with torch.cuda.device(device):
+        for _ in range(NUM_TRIES):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            move()
+            end.record()
+            end.synchronize()
+            times_ms.append(start.elapsed_time(end))
+    return num_bytes / (min(times_ms) / 1e3)
