@@ -14,53 +14,61 @@ from freetoken.experts.cost import Link
 from freetoken.kernels import slot_tables
 from freetoken.kernels.slot_ops import fetch
 
-MAX_BYTES = 512 << 20
+MAX_BYTES = 256 << 20
 """Enough for the copy engine's full rate, and little beside what is loaded."""
 PLAIN_ROW_BYTES = 8 << 20
 NUM_TRIES = 3
 
 
-def measure_link(device: torch.device, bank_rows: Tensor | None = None) -> Link | None:
+def measure_link(
+    device: torch.device, bank_rows: Tensor | None = None, pool_rows: Tensor | None = None
+) -> Link | None:
     """Bytes per second from host memory to a cuda `device`; None for other devices.
 
-    bank_rows: [E, row_bytes] uint8 cpu, a pinned layer of a bank, or None: memory of its own, and
-    the gather is estimated. Waits for the device; takes up to 512 MiB on it, and gives them back.
+    bank_rows: [E, row_bytes] uint8 cpu, a layer of a bank, pinned as a whole; None or not pinned:
+    other memory is measured, and the gather is estimated · pool_rows: [n, row_bytes] uint8 on the
+    device, rows whose content nobody needs, such as the scratch rows; None: up to 256 MiB are taken
+    and given back. Waits for the device.
     """
     if device.type != "cuda":
         return None
     if bank_rows is None or not bank_rows.is_pinned():
-        rows = torch.empty(
-            (MAX_BYTES // 2 // PLAIN_ROW_BYTES, PLAIN_ROW_BYTES), dtype=torch.uint8, pin_memory=True
-        )
-        return Link.of_copy(_measure_copy(rows, device))
-    rows = bank_rows[: max(1, MAX_BYTES // bank_rows.shape[1])]
-    copy_bytes_s = _measure_copy(rows, device)
-    return Link(copy_bytes_s, min(copy_bytes_s, _measure_gather(rows, device)))
+        shape = (MAX_BYTES // PLAIN_ROW_BYTES, PLAIN_ROW_BYTES)
+        rows = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        link = Link.of_copy(_measure_copy(rows, torch.empty_like(rows, device=device)))
+    else:
+        rows = bank_rows[: max(1, MAX_BYTES // bank_rows.shape[1])]
+        if pool_rows is None:
+            pool_rows = torch.empty_like(rows, device=device)
+        rows, pool_rows = rows[: len(pool_rows)], pool_rows[: len(rows)]
+        copy_bytes_s = _measure_copy(rows, pool_rows)
+        link = Link(copy_bytes_s, min(copy_bytes_s, _measure_gather(rows, pool_rows)))
+    del rows, pool_rows
+    torch.cuda.empty_cache()
+    return link
 
 
-def _measure_copy(rows: Tensor, device: torch.device) -> float:
-    """rows: [n, row_bytes] uint8 cpu, pinned."""
-    target = torch.empty_like(rows, device=device)
-    return _best_rate(rows.nbytes, device, lambda: target.copy_(rows, non_blocking=True))
+def _measure_copy(rows: Tensor, pool_rows: Tensor) -> float:
+    """rows: [n, row_bytes] uint8 cpu, pinned · pool_rows: the same shape, cuda."""
+    return _best_rate(rows.nbytes, pool_rows, lambda: pool_rows.copy_(rows, non_blocking=True))
 
 
-def _measure_gather(rows: Tensor, device: torch.device) -> float:
+def _measure_gather(rows: Tensor, pool_rows: Tensor) -> float:
     """Fetches every second row, then the others, as a step that misses half of a layer would."""
     count = len(rows)
-    tables = slot_tables.allocate(1, count, 1, 1, device)
+    tables = slot_tables.allocate(1, count, 1, 1, pool_rows.device)
     order = [*range(0, count, 2), *range(1, count, 2)]
     tables.fetch_experts.copy_(torch.tensor(order, dtype=torch.int32))
     tables.fetch_rows.copy_(torch.arange(count, dtype=torch.int32))
     tables.num_fetch.fill_(count)
-    pool = torch.empty_like(rows, device=device)
-    return _best_rate(rows.nbytes, device, lambda: fetch(rows, pool, tables))
+    return _best_rate(rows.nbytes, pool_rows, lambda: fetch(rows, pool_rows, tables))
 
 
-def _best_rate(num_bytes: int, device: torch.device, move: Callable[[], object]) -> float:
-    """The fastest of some tries, after one that is not counted."""
-    move()
-    times_ms = []
-    with torch.cuda.device(device):
+def _best_rate(num_bytes: int, pool_rows: Tensor, move: Callable[[], object]) -> float:
+    """Bytes per second of the fastest of some tries, after one that is not counted."""
+    times_ms: list[float] = []
+    with torch.cuda.device(pool_rows.device):
+        move()
         for _ in range(NUM_TRIES):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -158,7 +158,8 @@ def _step_choices(sizes: ModelSizes, request: Request, window: int, budget_bytes
         return [request.max_step_tokens]
     if not sizes.on_gpu:
         return [CPU_STEP_TOKENS]
-    within, beyond = [], []
+    within: list[int] = []
+    beyond: list[int] = []
     for tokens in GPU_STEP_TOKENS:
         prices = price_fixed(sizes, request, tokens)
         lasting = sum(prices.get(name, 0) for name in ("weights", "ring", "scratch"))
