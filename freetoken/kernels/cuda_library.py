@@ -39,7 +39,7 @@ _log = log.get(__name__)
 @dataclass(frozen=True, slots=True)
 class FetchTuning:
     """num_blocks: of 256 threads, each copying chunk_bytes at a time · unroll: 16-byte loads that
-    a thread has in flight, 1, 2, 4 or 8; 0 for the copy unit of sm_90 and later, with one thread a
+    a thread has in flight, of UNROLLS; 0 for the copy unit of sm_90 and later, with one thread a
     block and stages of 16 KiB."""
 
     num_blocks: int = 64
@@ -48,6 +48,8 @@ class FetchTuning:
 
 
 FETCH_TUNING = FetchTuning()
+# Twins of the cases in cuda/fetch.cu.
+UNROLLS = (0, 1, 2, 4, 8)
 
 
 class CudaError(RuntimeError):
