@@ -20,6 +20,8 @@ from freetoken.model.decoder import LayerProxy
 MAX_KINDS = 64
 """Compiled forms of a layer: kinds of layers, times one or several tokens, times models."""
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
 RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -54,9 +56,13 @@ def compiled_layers(
 
 def use_cache() -> None:
     """Let compiled code be kept in the user's cache, unless the environment says where."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if home.startswith("/") else Path.home() / ".cache"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / "freetoken" / "inductor"))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # inductor itself puts its default there, a directory below /tmp, once it has been loaded.
+    if os.environ.get(CACHE_VARIABLE) in (None, "", default_cache_dir()):
+        home = os.environ.get("XDG_CACHE_HOME", "")
+        base = Path(home) if home.startswith("/") else Path.home() / ".cache"
+        os.environ[CACHE_VARIABLE] = str(base / "freetoken" / "inductor")
 
 
 def _options() -> dict[str, Any]:

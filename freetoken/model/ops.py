@@ -68,7 +68,7 @@ def attention(
     window: int | None,
 ) -> torch.Tensor:
     """query: [1, H, T, Dk], key: [1, G, T, Dk], value: [1, G, T, Dv] → [1, T, H, Dv]."""
-    number, layer = seat.tolist()
+    number, layer = map(int, seat.tolist())
     attend = _callees[number].attend
     out = attend(layer, query, key, value, scaling, softcap, sinks, window)
     return out.contiguous()
@@ -93,7 +93,7 @@ def experts(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, seat: torch.Tensor
 ) -> torch.Tensor:
     """hidden: [T, C], ids and weights: [T, K] → [T, C]."""
-    number, layer = seat.tolist()
+    number, layer = map(int, seat.tolist())
     out = _callees[number].routes[layer](hidden, ids, weights)
     return out.contiguous()
 

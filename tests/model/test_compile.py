@@ -35,14 +35,16 @@ def family(
     return request.param, plain, tiny.save(plain, tmp_path_factory.mktemp("checkpoint"))
 
 
-def load(path: Path) -> ServedModel:
+def load(path: Path, num_slots: int | None = None) -> ServedModel:
+    """As on a GPU, with reference kernels."""
     return load_model(
         path,
         dtype="float32",
         device="cpu",
-        experts="in-place",
-        num_slots=None,
+        experts="in-place" if num_slots is None else "slots",
+        num_slots=num_slots,
         progress=lambda phase, done, total: None,
+        use_kernels=True,
     )
 
 
@@ -51,7 +53,7 @@ def test_layers_of_a_kind_share_one_artefact_and_equal_transformers(
     family: tuple[str, PreTrainedModel, Path], backend: str
 ) -> None:
     name, plain, path = family
-    model = load(path)
+    model = load(path, None if name == "llama" else 7)
     counter = CompileCounterWithBackend(backend)
     model.compile(counter)
     rows = [tiny.random_ids(LENGTH, 1), tiny.random_ids(13, 2)]
@@ -73,3 +75,22 @@ def test_layers_of_a_kind_share_one_artefact_and_equal_transformers(
     for row, ids in enumerate(rows):
         got = trial.logits(row)
         assert tiny.relative_error(got, tiny.plain_logits(plain, ids)[: len(got)]) < 1e-4
+
+
+def test_two_models_share_code_and_not_state(
+    family: tuple[str, PreTrainedModel, Path],
+) -> None:
+    name, plain, path = family
+    counter = CompileCounterWithBackend("eager")
+    trials = []
+    for seed in (1, 2):
+        model = load(path)
+        model.compile(counter)
+        trials.append(Trial(model, [tiny.random_ids(LENGTH, seed)]))
+    for trial in (*trials, *trials):
+        trial.step(Part(0, 5))
+    # The eager backend's counter belongs to the function that is compiled, each model's own.
+    assert counter.frame_count <= 2 * FAMILIES[name]
+    for seed, trial in zip((1, 2), trials, strict=True):
+        expected = tiny.plain_logits(plain, tiny.random_ids(LENGTH, seed))[:10]
+        assert tiny.relative_error(trial.logits(0), expected) < 1e-4
