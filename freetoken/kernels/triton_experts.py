@@ -115,7 +115,7 @@ def token_down_kernel(
     HAS_BIAS: tl.constexpr, HAS_NUM_TOKENS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ over k of weights[t, k] · (W[rows[ids[t, k]]] · act[t·K + k] + bias), in one launch.
+    """out[t] = Σ over k of weights[t, k] · (W[rows[ids[t, k]]] · act[t·K + k] + bias), in one.
 
     All choices of a token are one tile [BC ≥ TOP_K, BN, BK], so that their weights are in flight
     together. grid: (tiles of OUT, tokens). An expert of two tokens is read twice: for few tokens.
@@ -164,9 +164,7 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
-        expert = _expert_of(
-            ids_ptr, pair, None, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS
-        )
+        expert = _expert_of(ids_ptr, pair, None, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS)
         inside = n < tl.where(expert >= 0, OUT, 0)
         weight = tl.load(weights_ptr + pair, mask=expert >= 0, other=0.0).to(tl.float32)
         source = pair

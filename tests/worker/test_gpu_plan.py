@@ -210,7 +210,7 @@ def is_consistent(asked):
 budgets = st.integers(0, 24 * MIB)
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(flags, budgets)
 def test_any_budget_gives_a_plan_that_holds_or_a_shortfall_that_says_by_how_much(given, budget):
     asked = Request(**given, has_slots=True)
@@ -251,7 +251,7 @@ def check_shortfall(asked, budget, short_bytes):
         plan_memory(SMALL, asked, budget + short_bytes - 1)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(flags, budgets, st.integers(1, 4 * MIB))
 def test_a_larger_budget_never_gives_less(given, budget, more):
     """The chunk fixed: a larger one is bought with the memory that a larger budget brings."""
