@@ -120,9 +120,7 @@ def extend_attention(
         attend = triton_extend.extend_attention
     else:
         attend = reference_attention.extend_attention
-    return attend(
-        query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks
-    )
+    return attend(query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
 
 
 def _is_flash(query: Tensor, value: Tensor) -> bool:

@@ -164,9 +164,7 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
-        expert = _expert_of(
-            ids_ptr, pair, None, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS
-        )
+        expert = _expert_of(ids_ptr, pair, None, token, num_tokens_ptr, num_experts, HAS_NUM_TOKENS)
         inside = n < tl.where(expert >= 0, OUT, 0)
         weight = tl.load(weights_ptr + pair, mask=expert >= 0, other=0.0).to(tl.float32)
         source = pair

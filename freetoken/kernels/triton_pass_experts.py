@@ -146,7 +146,9 @@ def tile_product(
     num_experts, rows, inputs = weight.shape
     outputs = rows // 2 if gate.is_gated else rows
     out = x.new_empty(num_pairs, outputs)
-    block_m, block_n, block_k, stages, warps = _tile_sizes(num_pairs / num_experts, gate, x.itemsize)
+    block_m, block_n, block_k, stages, warps = _tile_sizes(
+        num_pairs / num_experts, gate, x.itemsize
+    )
     num_tiles = triton.cdiv(num_pairs, block_m) + num_experts
     tile_product_kernel[(triton.cdiv(outputs, block_n), num_tiles)](
         x,

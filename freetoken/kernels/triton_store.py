@@ -105,9 +105,7 @@ def _store_kernel(
     # The elements are on their way while the slot is being looked up.
     ek = tl.arange(0, BLOCK_K)
     ev = tl.arange(0, BLOCK_V)
-    k = tl.load(
-        key + token * key_stride + (ek // DK) * key_head_stride + ek % DK, mask=ek < G * DK
-    )
+    k = tl.load(key + token * key_stride + (ek // DK) * key_head_stride + ek % DK, mask=ek < G * DK)
     v = tl.load(
         value + token * value_stride + (ev // DV) * value_head_stride + ev % DV, mask=ev < G * DV
     )

@@ -75,9 +75,7 @@ def test_clamped_gates_are_recognised(
     dtype: torch.dtype, interleaved: bool, alpha: float, limit: float, shift: float
 ) -> None:
     gate = clamped_swiglu(interleaved, alpha, limit, shift)
-    expected = GateKind(
-        "swish", interleaved=interleaved, alpha=alpha, limit=limit, up_shift=shift
-    )
+    expected = GateKind("swish", interleaved=interleaved, alpha=alpha, limit=limit, up_shift=shift)
     assert recognise_gate(gate, True, WIDTH, dtype) == expected
 
 

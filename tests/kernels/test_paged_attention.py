@@ -29,9 +29,7 @@ def check(batch, *, num_splits=None, **how):
 
 
 def test_the_reference_is_the_definition():
-    batch = make_batch(
-        [(5, 3), (8, 1)], padding=2, device=torch.device("cpu"), dtype=torch.float64
-    )
+    batch = make_batch([(5, 3), (8, 1)], padding=2, device=torch.device("cpu"), dtype=torch.float64)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     out = reference.paged_attention(
         *batch.arguments(), scaling=0.25, window=4, softcap=3.0, sinks=sinks
@@ -59,9 +57,7 @@ def test_batches(segments, num_splits, kernel_dtype, device):
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16, 64])
 def test_page_sizes(page_size, device):
-    batch = make_batch(
-        [(40, 3), (11, 1)], page_size=page_size, device=device, dtype=torch.float32
-    )
+    batch = make_batch([(40, 3), (11, 1)], page_size=page_size, device=device, dtype=torch.float32)
     check(batch, num_splits=2)
 
 
