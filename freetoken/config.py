@@ -49,6 +49,10 @@ class Config(BaseModel):
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="where the model runs")] = (
         "auto"
     )
+    compile: Annotated[
+        Literal["auto", "off"],
+        Field(description="auto: compiled layers and CUDA graphs on a GPU; off: neither"),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "float16"],
         Field(description="of weights and KV cache; auto: the checkpoint's"),

@@ -78,6 +78,10 @@ class RowBank:
     def put(self, expert: int, name: str, tensor: torch.Tensor) -> None:
         self._views[name][expert].copy_(tensor)
 
+    def tensor(self, expert: int, name: str) -> torch.Tensor:
+        """The tensor `name` of one expert, of the layout's shape: a view, contiguous."""
+        return self._views[name][expert]
+
     def linear(
         self, name: str, experts: Sequence[int], xs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:

@@ -41,19 +41,30 @@ class SlotPool:
         assert all(bank.layout == first.layout for bank in banks), "layers must have one layout"
         self.banks = banks
         self.layout: ExpertLayout = first.layout
-        self.num_slots = num_slots
         self.num_experts = first.num_experts
-        self.rows = allocate_rows(num_slots + first.num_experts, self.layout.row_bytes, device)
-        self.views = row_views(self.layout, self.rows)
-        self.tables = slot_tables.allocate(
-            len(banks), first.num_experts, num_slots, MIN_PAIRS, device
-        )
+        self._allocate(num_slots, device)
         self._copier = RowCopier(self.rows.device)
         self._num_tokens: torch.Tensor | None = None
         self._is_queued = False
         self._side = torch.cuda.Stream(device) if self.rows.is_cuda else None
         # Tensors that captured graphs may still write to.
         self._retired: list[torch.Tensor] = []
+
+    def resize(self, num_slots: int) -> None:
+        """Other rows and tables, empty; the old memory is given back first."""
+        device = self.rows.device
+        del self.rows, self.views, self.tables
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._allocate(num_slots, device)
+
+    def _allocate(self, num_slots: int, device: torch.device | str) -> None:
+        self.num_slots = num_slots
+        self.rows = allocate_rows(num_slots + self.num_experts, self.layout.row_bytes, device)
+        self.views = row_views(self.layout, self.rows)
+        self.tables = slot_tables.allocate(
+            len(self.banks), self.num_experts, num_slots, MIN_PAIRS, device
+        )
 
     @property
     def is_pinned(self) -> bool:

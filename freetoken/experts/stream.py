@@ -60,6 +60,11 @@ class PassRing:
         self._asked = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
         self.distinct = torch.zeros(1, dtype=torch.int64, device=device)
 
+    def follow(self, pool_rows: torch.Tensor, slot_of: torch.Tensor) -> None:
+        """The slots have moved; no pass is open."""
+        assert not self.is_running
+        self._pool_rows, self._slot_of = pool_rows, slot_of
+
     def begin_pass(self) -> None:
         """Layers come one after the other now; the first one's experts set out."""
         if self._stream is not None:

@@ -8,6 +8,8 @@ except `extend_attention`, whose lengths are host numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -73,12 +75,11 @@ def paged_attention(
     it are padding: their rows and positions are not looked at, their output is zero.
     sinks: [H], scores that take part in the softmax and have no value.
     """
+    attend: Callable[..., Tensor] = reference_attention.paged_attention
     if use_triton(query):
         from freetoken.kernels import triton_attention
 
         attend = triton_attention.paged_attention
-    else:
-        attend = reference_attention.paged_attention
     return attend(
         query,
         k_pool,
@@ -114,12 +115,11 @@ def extend_attention(
     is_plain = window is None and softcap is None and sinks is None
     if is_plain and (not use_triton(query) or _is_flash(query, value)):
         return reference_attention.plain_attention(query, key, value, scaling)
+    attend: Callable[..., Tensor] = reference_attention.extend_attention
     if use_triton(query):
         from freetoken.kernels import triton_extend
 
         attend = triton_extend.extend_attention
-    else:
-        attend = reference_attention.extend_attention
     return attend(query, key, value, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
 
 

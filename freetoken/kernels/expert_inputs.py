@@ -34,7 +34,7 @@ class ExpertMatrices:
 class Groups:
     """The experts that a step needs and their token-expert pairs; int32, on the weights' device.
 
-    rows [E]: each expert's row of weights · active [E], num_active [1]: the experts that are needed ·
+    rows [E]: each expert's row of weights · active [E], num_active [1]: experts that are needed ·
     offsets [E + 1], pairs: pairs[offsets[i] : offsets[i + 1]] are the pairs (token · K + k) of
     active[i]; offsets behind num_active repeat the number of pairs, the other entries there are
     leftovers, but within bounds. Pairs that are to be skipped are in no group.

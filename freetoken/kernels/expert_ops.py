@@ -50,7 +50,7 @@ def experts_in_pass(
 ) -> torch.Tensor:
     """As experts_on_demand, expert e in row e of the views [E, *shape]; for many tokens.
 
-    On a GPU its temporaries are about S · (C + 2F) + max(S · F, S · C) elements for S = T · K pairs.
+    On a GPU its temporaries are up to S · (C + 2F) elements at a time, S = T · K pairs.
     """
     if len(hidden) == 0:
         return hidden.clone()

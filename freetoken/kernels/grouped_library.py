@@ -12,7 +12,7 @@ FAST_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_fast_grouped_mm(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """True if F.grouped_mm(x, weight transposed, offs=…) is to be used: bf16, rows 16-byte aligned."""
+    """True if F.grouped_mm is to be used on these: bf16, strides of 16 bytes, a fast device."""
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     for weight in weights:

@@ -144,7 +144,7 @@ def paged_attention(
 def _choose_splits(programs: int, max_steps: int, device: torch.device) -> int:
     """A power of 2 that gives every multiprocessor two programs if the longest row is that long."""
     wanted = max(1, 2 * _num_multiprocessors(device) // programs)
-    wanted = min(MAX_SPLITS, wanted, triton.next_power_of_2(max_steps))
+    wanted = min(MAX_SPLITS, wanted, 1 << (max_steps - 1).bit_length())
     return 1 << (wanted.bit_length() - 1)
 
 

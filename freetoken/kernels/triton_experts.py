@@ -115,7 +115,7 @@ def token_down_kernel(
     HAS_BIAS: tl.constexpr, HAS_NUM_TOKENS: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = Σ over k of weights[t, k] · (W[rows[ids[t, k]]] · act[t·K + k] + bias), in one launch.
+    """out[t] = Σ over k of weights[t, k] · (W[rows[ids[t, k]]] · act[t·K + k] + bias), in one.
 
     All choices of a token are one tile [BC ≥ TOP_K, BN, BK], so that their weights are in flight
     together. grid: (tiles of OUT, tokens). An expert of two tokens is read twice: for few tokens.

@@ -168,10 +168,7 @@ def _extend_kernel(
             for n in range(lo, hi, BLOCK_N):
                 n = tl.multiple_of(n, BLOCK_N)
                 at = n + tl.arange(0, BLOCK_N)
-                if part == 1:
-                    is_key = at >= 0
-                else:
-                    is_key = at < end
+                is_key = (at < end) | (part == 1)  # which needs no check
                 offset = at.to(tl.int64)[:, None]
                 k = tl.load(
                     keys + offset * k_stride + dk[None, :],

@@ -1,4 +1,4 @@
-"""The device twin of gates.GateKind: one value of gate and up to what goes into the down product."""
+"""The device twin of gates.GateKind: from gate and up to what the down product takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gate_value(
     LIMIT: tl.constexpr,
     UP_SHIFT: tl.constexpr,
 ):
-    """gate, up: fp32 tensors of one shape; without a gate, `gate` is the product and `up` unused."""
+    """gate, up: fp32, of one shape; without a gate `gate` is the product and `up` unused."""
     if GATED:
         if LIMIT is not None:
             gate = tl.minimum(gate, LIMIT)

@@ -72,7 +72,7 @@ def up_product(
     gate: GateKind,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """hidden: [T, C] → [T·K, outputs] after the gate, in the order of pairs; skipped pairs: undefined."""
+    """hidden: [T, C] → [T·K, F] by pair, after the gate; skipped pairs: undefined."""
     work = up_work(routing, matrices, gate, len(groups.rows))
     out = hidden.new_empty(routing.ids.numel(), work.outputs)
     weights = (matrices.up, matrices.up_bias)
@@ -87,7 +87,7 @@ def down_product(
     matrices: ExpertMatrices,
     launch: Launch | None = None,
 ) -> torch.Tensor:
-    """act: [T·K, F] → [T·K, C], bias included, before the routing weights; skipped pairs: undefined."""
+    """act: [T·K, F] → [T·K, C], without the routing weights; skipped pairs: undefined."""
     work = down_work(routing, matrices, len(groups.rows))
     out = act.new_empty(len(act), work.outputs)
     weights = (matrices.down, matrices.down_bias)

@@ -108,7 +108,7 @@ def _tile_products(
 def apply_gate(
     product: torch.Tensor, experts: torch.Tensor, bias: torch.Tensor | None, gate: GateKind
 ) -> torch.Tensor:
-    """product: [S, 2F] (ungated [S, F]), experts: [S] int16, bias: [E, 2F] → gate(product + bias)."""
+    """product: [S, 2F or F], experts: [S] int16, bias: [E, 2F or F] → gate(sum) [S, F]."""
     num_pairs, width = product.shape
     outputs = width // 2 if gate.is_gated else width
     out = product.new_empty(num_pairs, outputs)

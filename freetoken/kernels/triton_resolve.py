@@ -15,11 +15,12 @@ import triton.language as tl
 from freetoken.kernels.slot_order import ONE_USE
 from freetoken.kernels.slot_tables import SlotTables
 
-# tl.histogram wants at least one element a thread: 4 warps.
-MIN_BLOCK = 128
-# Up to so many ids a program has 4 warps, beyond 8.
+# Up to so many pairs a program has 4 warps, beyond 8.
 FEW_PAIRS = 256
-PAIR_BLOCK = 64
+# Ids that are counted at a time: at least one for each thread, as tl.histogram wants it.
+THREADS, MANY_IDS = 128, 1024
+# Pairs that a program finds places for, and others that it compares them with at a time.
+PAIR_BLOCK, MANY_OTHERS = 64, 256
 
 
 def resolve(
@@ -27,10 +28,7 @@ def resolve(
 ) -> None:
     """See slot_ops.resolve. One launch."""
     num_pairs, top_k = ids.numel(), ids.shape[1]
-    block = max(MIN_BLOCK, triton.next_power_of_2(num_pairs))
     few = num_pairs <= FEW_PAIRS
-    if not few:
-        block = max(block, 2 * MIN_BLOCK)
     pair_block = max(16, min(PAIR_BLOCK, triton.next_power_of_2(num_pairs)))
     grid = (1 + max(1, triton.cdiv(num_pairs, pair_block)),)
     _resolve[grid](
@@ -60,9 +58,10 @@ def resolve(
         top_k,
         HAS_NUM_TOKENS=num_tokens is not None,
         ONE_USE=ONE_USE,
-        EXPERTS=max(MIN_BLOCK, triton.next_power_of_2(tables.num_experts)),
-        IDS=block,
+        EXPERTS=max(THREADS, triton.next_power_of_2(tables.num_experts)),
+        IDS=THREADS if few else MANY_IDS,
         PAIRS=pair_block,
+        OTHERS=pair_block if few else MANY_OTHERS,
         num_warps=4 if few else 8,
     )
 
@@ -108,14 +107,13 @@ def _resolve(
     EXPERTS: tl.constexpr,
     IDS: tl.constexpr,
     PAIRS: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):
     program = tl.program_id(0)
     if program == 0:
-        experts = _routed_ids(
-            ids, num_tokens, tl.arange(0, IDS), num_pairs, top_k, num_experts, HAS_NUM_TOKENS
-        )
         _look_up(
-            experts,
+            ids,
+            num_tokens,
             slot_of,
             owner,
             stamp,
@@ -132,34 +130,56 @@ def _resolve(
             first,
             num_experts,
             num_slots,
+            num_pairs,
+            top_k,
+            HAS_NUM_TOKENS,
             ONE_USE,
             EXPERTS,
+            IDS,
         )
     else:
         if program == 1:
-            experts = _routed_ids(
-                ids, num_tokens, tl.arange(0, IDS), num_pairs, top_k, num_experts, HAS_NUM_TOKENS
+            counts = _count(
+                ids, num_tokens, num_pairs, top_k, num_experts, HAS_NUM_TOKENS, EXPERTS, IDS
             )
-            _list_active(experts, active, num_active, offsets, num_experts, EXPERTS)
+            _list_active(counts, active, num_active, offsets, num_experts, EXPERTS)
         index = (program - 1) * PAIRS + tl.arange(0, PAIRS)
         expert = _routed_ids(ids, num_tokens, index, num_pairs, top_k, num_experts, HAS_NUM_TOKENS)
-        place = tl.zeros([PAIRS], tl.int32)
-        for start in range(0, num_pairs, PAIRS):
-            other_index = start + tl.arange(0, PAIRS)
+        before = tl.zeros([PAIRS, OTHERS], tl.int32)
+        for start in range(0, num_pairs, OTHERS):
+            other_index = start + tl.arange(0, OTHERS)
             other = _routed_ids(
                 ids, num_tokens, other_index, num_pairs, top_k, num_experts, HAS_NUM_TOKENS
             )
-            same = other[None, :] == expert[:, None]
-            earlier = other_index[None, :] < index[:, None]
-            before = (other[None, :] < expert[:, None]) | (same & earlier)
-            place += tl.sum(before.to(tl.int32), axis=1)
+            limit = expert[:, None] + (other_index[None, :] < index[:, None]).to(tl.int32)
+            before += (other[None, :] < limit).to(tl.int32)
+        place = tl.sum(before, axis=1)
         tl.store(pairs + place, index, mask=expert < num_experts)
 
 
 @triton.jit
-def _list_active(experts, active, num_active, offsets, num_experts, EXPERTS: tl.constexpr):
+def _count(
+    ids,
+    num_tokens,
+    num_pairs,
+    top_k,
+    num_experts,
+    HAS_NUM_TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    """How many pairs ask for each expert, [EXPERTS] int32."""
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, num_pairs, IDS):
+        index = start + tl.arange(0, IDS)
+        expert = _routed_ids(ids, num_tokens, index, num_pairs, top_k, num_experts, HAS_NUM_TOKENS)
+        counts += tl.histogram(expert, EXPERTS, mask=expert < num_experts)
+    return counts
+
+
+@triton.jit
+def _list_active(counts, active, num_active, offsets, num_experts, EXPERTS: tl.constexpr):
     """Compact the experts that are asked for, and where each one's pairs start."""
-    counts = tl.histogram(experts, EXPERTS, mask=experts < num_experts)
     needed = (counts > 0).to(tl.int32)
     place = tl.cumsum(needed, axis=0) - needed
     ends = tl.cumsum(counts, axis=0)
@@ -176,7 +196,8 @@ def _list_active(experts, active, num_active, offsets, num_experts, EXPERTS: tl.
 
 @triton.jit
 def _look_up(
-    experts,
+    ids,
+    num_tokens,
     slot_of,
     owner,
     stamp,
@@ -193,8 +214,12 @@ def _look_up(
     first,
     num_experts,
     num_slots,
+    num_pairs,
+    top_k,
+    HAS_NUM_TOKENS: tl.constexpr,
     ONE_USE: tl.constexpr,
     EXPERTS: tl.constexpr,
+    IDS: tl.constexpr,
 ):
     """Find each expert that is asked for in a slot, or give it one, or a scratch row."""
     expert = tl.arange(0, EXPERTS)
@@ -204,7 +229,8 @@ def _look_up(
     now = tl.load(clock)
     counter = tl.arange(0, 4)
     counted = tl.load(counters + counter)
-    needed = tl.histogram(experts, EXPERTS, mask=experts < num_experts) > 0
+    counts = _count(ids, num_tokens, num_pairs, top_k, num_experts, HAS_NUM_TOKENS, EXPERTS, IDS)
+    needed = counts > 0
     hit = needed & (slot >= 0)
     missing = (needed & (slot < 0)).to(tl.int32)
     num_missing = tl.sum(missing, axis=0)

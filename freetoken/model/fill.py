@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from freetoken.errors import ConfigError
 from freetoken.experts.shared import BankMemory
 from freetoken.model.assemble import Weights
-from freetoken.model.conversion import DtypePlan, LoadPlan, Task, convert, read_sources
+from freetoken.model.conversion import LoadPlan, Task
+from freetoken.model.filler import Filler
 from freetoken.model.heap import trim_heap
 from freetoken.model.tensors import TensorReader
 
@@ -77,8 +77,10 @@ def fill_weights(
             for _ in _run(threads, memory.reserve, ((layer, 0) for layer in layers.values())):
                 pass
         progress("loading", 0, total)
-        filler = _Filler(model, weights, reader)
-        for piece in _run(threads, filler.fill, ((piece, piece.num_bytes) for piece in pieces)):
+        filler = Filler(model, weights, reader)
+        for piece in _run(
+            threads, lambda p: filler.fill(p.task, p.experts), ((p, p.num_bytes) for p in pieces)
+        ):
             left[piece.layer] -= 1
             if memory is not None and piece.layer in layers and not left[piece.layer]:
                 memory.mark_filled(layers[piece.layer])
@@ -106,46 +108,6 @@ def _pieces(task: Task) -> Iterator[_Piece]:
     for first in range(0, bank.num_experts, step):
         experts = range(first, min(first + step, bank.num_experts))
         yield _Piece(task, experts, len(experts) * expert_bytes)
-
-
-class _Filler:
-    """Reads, converts and puts pieces, in any thread."""
-
-    def __init__(self, model: PreTrainedModel, weights: Weights, reader: TensorReader) -> None:
-        self._model = model
-        self._weights = weights
-        self._reader = reader
-        self._dtypes = DtypePlan(model)
-
-    def fill(self, piece: _Piece) -> None:
-        task, bank = piece.task, piece.task.bank
-        if bank is None:
-            for name, tensor in self._convert(task).items():
-                self._weights.put(name, tensor)
-        elif piece.experts is not None:
-            for expert in piece.experts:
-                part = self._convert(task, (expert, expert + 1))
-                self._weights.put_expert(bank, expert, _rows(task, part, 1)[0])
-        else:
-            experts = range(bank.num_experts) if task.expert is None else [task.expert]
-            rows = _rows(task, self._convert(task), len(experts))
-            for expert, row in zip(experts, rows, strict=True):
-                self._weights.put_expert(bank, expert, row)
-
-    def _convert(self, task: Task, rows: tuple[int, int] | None = None) -> dict[str, torch.Tensor]:
-        self._reader.start_over()
-        dtype = self._dtypes.of(task.target)
-        return convert(task, read_sources(task, self._reader, dtype, rows), self._model)
-
-
-def _rows(task: Task, converted: dict[str, torch.Tensor], num_rows: int) -> torch.Tensor:
-    tensor = converted.get(task.target)
-    if tensor is None or tensor.shape[0] != num_rows:
-        raise ConfigError(
-            f"the checkpoint's tensors for {task.target} do not give {num_rows} experts: "
-            f"{ {name: tuple(t.shape) for name, t in converted.items()} }"
-        )
-    return tensor
 
 
 @contextmanager

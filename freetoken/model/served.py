@@ -165,6 +165,23 @@ class ServedModel:
         bypassed (misses without a slot). Changes with every forward; None with experts in place."""
         return None if self._slots is None else self._slots.pool.tables.counters
 
+    @property
+    def bank_rows(self) -> torch.Tensor | None:
+        """[E, row_bytes] uint8 cpu, the experts of the first layer that has any; None without
+        slots."""
+        return None if self._slots is None else self._slots.pool.banks[0].rows
+
+    def resize_slots(self, num_slots: int) -> None:
+        """Another number of slots, all empty. Before any forward is captured; no pass is open."""
+        assert self._slots is not None
+        assert self._seat.run is None, "a pass is open"
+        pool, ring = self._slots.pool, self._slots.ring
+        # Nothing may hold on to the old memory.
+        ring.follow(pool.rows.new_empty(0), pool.tables.slot_of.new_empty(0))
+        pool.resize(num_slots)
+        ring.follow(pool.rows, pool.tables.slot_of)
+        self._taken = [0, 0, 0, 0]
+
     def take_counters(self, on_demand: Sequence[int] | None = None) -> ExpertCounters:
         """Counters since the last call.
 

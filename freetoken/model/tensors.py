@@ -63,22 +63,22 @@ class TensorReader:
 
     def read(self, stored: StoredTensor, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The tensor, or the rows `[lo, hi)` of its first dimension, cpu."""
-        dtype = _dtype_of(stored)
-        shape, offset, size = stored.shape, stored.offset_bytes, stored.num_bytes
-        if rows is not None:
-            lo, hi = rows
-            row_bytes = size // shape[0]
-            shape, offset, size = (
-                (hi - lo, *shape[1:]),
-                offset + lo * row_bytes,
-                (hi - lo) * row_bytes,
-            )
+        dtype, shape, offset, size = _extent(stored, rows)
         if not size:
             return torch.empty(shape, dtype=dtype)
         buffer, start = self._take(size)
         self._fill(stored, memoryview(buffer)[start : start + size], offset)
         count = size // dtype.itemsize
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(shape)
+
+    def read_into(
+        self, stored: StoredTensor, target: torch.Tensor, rows: tuple[int, int] | None = None
+    ) -> None:
+        """Like `read`, straight into the contiguous uint8 tensor `target` of the same bytes."""
+        _, _, offset, size = _extent(stored, rows)
+        assert target.nbytes == size
+        if size:
+            self._fill(stored, target.numpy().data, offset)
 
     def _take(self, num_bytes: int) -> tuple[mmap.mmap, int]:
         """Memory for a tensor: a buffer and where in it."""
@@ -114,6 +114,20 @@ class TensorReader:
                     raise ConfigError(f"cannot read shard {file}: {error.strerror}") from error
                 self._files[file] = fd
             return fd
+
+
+def _extent(
+    stored: StoredTensor, rows: tuple[int, int] | None
+) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """Type, shape, offset in the file and bytes of the tensor, or of some of its rows."""
+    dtype = _dtype_of(stored)
+    shape, offset, size = stored.shape, stored.offset_bytes, stored.num_bytes
+    if rows is not None:
+        lo, hi = rows
+        row_bytes = size // shape[0]
+        shape = (hi - lo, *shape[1:])
+        offset, size = offset + lo * row_bytes, (hi - lo) * row_bytes
+    return dtype, shape, offset, size
 
 
 def _dtype_of(stored: StoredTensor) -> torch.dtype:

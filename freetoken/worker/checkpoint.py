@@ -18,7 +18,7 @@ from freetoken.model.step import MAX_GATHERED_KEYS
 from freetoken.worker.budget import measure_budget
 from freetoken.worker.kv import allocate_pools
 from freetoken.worker.sizes import ModelSizes
-from freetoken.worker.startup import ExpertsMode, ReportBytes
+from freetoken.worker.source import ExpertsMode, ReportBytes
 
 CPU_LIBRARY_BYTES = 512 << 20
 """oneDNN keeps a compiled primitive for each shape it has met, at most 1024: 500 MiB after prompts
@@ -45,6 +45,10 @@ class CheckpointSource:
         self._dtype = dtype
         self._device = device
         self._shape = read_shape(path, dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def read_sizes(self) -> ModelSizes:
         return sizes_of(self._shape, on_gpu=self._device.type == "cuda")

@@ -25,7 +25,7 @@ NUM_GRAPHS = 12
 GRAPH_LAYER_BYTES = 256 << 10
 """What the driver keeps for one layer of one captured graph, some 20 kernel nodes."""
 
-NORM_FLOATS = 3  # float32 copies of the input of a norm: itself, its square, the product
+NORM_FLOATS = 2  # float32 copies in a norm: of its input, and its square or the product
 RESIDUALS = 3  # the embeddings, a layer's input, its output
 NORM_COPIES = 5  # typed: normed inputs, residual sums, a layer's output
 INDEX_BYTES = 16  # the slot of a gathered key, for layers with a window and without

@@ -95,13 +95,13 @@ def plan_memory(
     required_tokens = check_flags(sizes, request, window)
     if sizes.on_gpu and host_budget_bytes is not None:
         _check_host(sizes, host_budget_bytes)
-    *larger, smallest = _step_choices(sizes, request, window, budget_bytes)
-    for step_tokens in larger:
+    shortfalls = []
+    for step_tokens in _step_choices(sizes, request, window, budget_bytes):
         try:
             return _plan(sizes, request, budget_bytes, window, required_tokens, step_tokens)
-        except ShortfallError:
-            continue
-    return _plan(sizes, request, budget_bytes, window, required_tokens, smallest)
+        except ShortfallError as shortfall:
+            shortfalls.append(shortfall)
+    raise min(shortfalls, key=lambda shortfall: shortfall.short_bytes)
 
 
 def _plan(
@@ -151,23 +151,22 @@ def _plan(
     return plan
 
 
-def _step_choices(
-    sizes: ModelSizes, request: Request, window: int, budget_bytes: int
-) -> tuple[int, ...]:
-    """Tokens computed at a time: as asked for, else the choices for this budget, largest first."""
+def _step_choices(sizes: ModelSizes, request: Request, window: int, budget_bytes: int) -> list[int]:
+    """Tokens computed at a time, best first: as asked for, else the largest chunk within its share
+    of the budget and what is smaller; and at last, rather than nothing, what is larger."""
     if request.max_step_tokens is not None:
-        return (request.max_step_tokens,)
+        return [request.max_step_tokens]
     if not sizes.on_gpu:
-        return (CPU_STEP_TOKENS,)
-    smallest = GPU_STEP_TOKENS[-1]
-    found = []
-    for tokens in GPU_STEP_TOKENS[:-1]:
+        return [CPU_STEP_TOKENS]
+    within: list[int] = []
+    beyond: list[int] = []
+    for tokens in GPU_STEP_TOKENS:
         prices = price_fixed(sizes, request, tokens)
         lasting = sum(prices.get(name, 0) for name in ("weights", "ring", "scratch"))
         share = max(0, budget_bytes - lasting) // MAX_CHUNK_SHARE
-        if prices["activations"] <= share and tokens < 2 * window:
-            found.append(tokens)
-    return (*found, smallest)
+        if tokens == GPU_STEP_TOKENS[-1] or tokens < 2 * window:
+            (within if prices["activations"] <= share else beyond).append(tokens)
+    return within + beyond[::-1]
 
 
 def _share_out(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from freetoken.model.context import StepContext
@@ -38,7 +39,7 @@ class OpenPass(Protocol):
 
 
 class Model(Protocol):
-    """Runs forwards.
+    """Runs forwards. What comes after `take_counters` is asked of a model on a GPU only.
 
     num_layers: decoder layers, between which a pass may be left · counters: [4] int64 on the
     device, what on-demand steps have cost so far; None if nothing is counted there.
@@ -58,4 +59,25 @@ class Model(Protocol):
     def take_counters(self, on_demand: Sequence[int] | None = None) -> Counters:
         """Since the last call. `on_demand`: what the caller has read from `counters`; without it
         they are read here, which waits for the device."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def can_capture(self) -> bool:
+        """Whether `forward` may be captured in a CUDA graph."""
+        ...
+
+    @property
+    def bank_rows(self) -> Tensor | None:
+        """[E, row_bytes] uint8 cpu, the experts of one layer; None without slots."""
+        ...
+
+    def compile(self) -> None:
+        """Compile decoder layers on first use. Before any forward is captured."""
+        ...
+
+    def resize_slots(self, num_slots: int) -> None:
+        """Take memory for so many slots instead; all are empty then. Not between a forward and
+        its replay from a graph."""
         ...

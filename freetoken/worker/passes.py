@@ -50,6 +50,10 @@ class PassSteps:
         self._threads = threads
         self._open: _Open | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
     def has_row_of(self, row_ids: Iterable[int]) -> bool:
         """Whether the open pass has any of these rows."""
         return self._open is not None and not self._row_ids().isdisjoint(row_ids)

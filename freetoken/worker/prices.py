@@ -18,6 +18,8 @@ RING_LAYERS = 2
 """Layers whose experts the ring holds: one that computes, one that is being copied."""
 EXPERT_TABLE_BYTES = 64
 """The device's book-keeping of one expert: its slot, priority, row, place in the lists."""
+MIN_PAIRS = 1 << 16
+"""As in experts/slots.py: pairs of token and expert for which there is room from the start."""
 TABLE_ENTRY_BYTES = 4
 HOST_PROCESS_BYTES = 2 << 30
 """The worker's own host memory beside the banks: Python, torch, CUDA's host side, staging."""
@@ -39,13 +41,12 @@ def price_fixed(sizes: ModelSizes, request: Request, step_tokens: int) -> dict[s
     prices["libraries"] = sizes.library_bytes
     layer_bytes = sizes.num_experts * sizes.expert_bytes
     if request.has_slots:
-        # A step or pass that needs more than the slots hold gets one layer's experts at a time.
+        # A step that needs more than the slots hold gets one layer's experts at a time.
         prices["scratch"] = layer_bytes
-    if request.has_slots and sizes.on_gpu:
         prices["ring"] = RING_LAYERS * layer_bytes
         max_pairs = (MAX_ON_DEMAND_TOKENS + request.max_rows) * sizes.top_k
         prices["tables"] = sizes.num_all_experts * EXPERT_TABLE_BYTES
-        prices["tables"] += max_pairs * TABLE_ENTRY_BYTES
+        prices["tables"] += max(MIN_PAIRS, max_pairs) * TABLE_ENTRY_BYTES
     return prices | (price_gpu if sizes.on_gpu else price_activations)(sizes, step)
 
 

@@ -36,11 +36,13 @@ from freetoken.wire.messages import (
 from freetoken.wire.sockets import Endpoints
 from freetoken.worker.budget import measure_budget
 from freetoken.worker.checkpoint import CheckpointSource
+from freetoken.worker.device import find_device
 from freetoken.worker.faults import StepError
 from freetoken.worker.keeper import find_keeper
 from freetoken.worker.link import Lost, Progress, SchedulerLink
 from freetoken.worker.pending import Pending
-from freetoken.worker.startup import ModelSource, Started, start
+from freetoken.worker.source import ModelSource
+from freetoken.worker.startup import Started, start
 from freetoken.worker.stopping import Stop, stop_on_signals
 
 NAME = "freetoken-worker"
@@ -67,14 +69,11 @@ def run(config: Config) -> int:
 
 def open_source(config: Config) -> ModelSource:
     """The checkpoint that the options name, nothing of it loaded yet."""
-    if config.device == "cuda":
-        raise ConfigError(
-            "--device cuda: this version computes on the CPU only; use --device cpu or auto"
-        )
     if config.model is None:
         raise ConfigError("no model is given; name the directory of a checkpoint")
     keeper = None if config.run_dir is None else find_keeper(config.run_dir, os.environ)
-    return CheckpointSource(Path(config.model), config.dtype, torch.device("cpu"), keeper)
+    device = find_device(config.device)
+    return CheckpointSource(Path(config.model), config.dtype, device, keeper)
 
 
 def serve(config: Config, source: ModelSource) -> None:

@@ -56,6 +56,9 @@ class Work:
     def num_tokens(self) -> int:
         return self.num_extend_tokens + len(self.decode_rows)
 
+    def row_ids(self) -> list[int]:
+        return [*(part.row_id for part in self.extends), *self.decode_rows.tolist()]
+
     def sampled_rows(self) -> Ids:
         """[n] rows that get a token, in the order of StepResult."""
         last = [part.row_id for part in self.extends if part.is_last]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from freetoken.worker.faults import PieceSize, StepError, memory_message
 from freetoken.worker.graphs import Enqueued, StepGraphs
 from freetoken.worker.kv import copy_pages
 from freetoken.worker.model import Counters, Model
+from freetoken.worker.observe import StepObserver
 from freetoken.worker.passes import PassSteps
 from freetoken.worker.pending import (
     NOBODY,
@@ -42,7 +44,11 @@ from freetoken.worker.threads import StepThreads
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the memory plan allows; as announced in WorkerReady."""
+    """What the memory plan allows; as announced in WorkerReady.
+
+    max_step_tokens: extend tokens of an on-demand step · chunk_tokens: of a pass that go through a
+    layer at a time.
+    """
 
     max_rows: int
     num_pages: int
@@ -50,6 +56,7 @@ class Limits:
     context_tokens: int
     vocab_size: int
     max_step_tokens: int
+    chunk_tokens: int
     max_pass_tokens: int
     max_on_demand_tokens: int | None
 
@@ -86,7 +93,7 @@ class Runner:
         )
         self._sampler = sampler = Sampler(limits.max_rows, limits.vocab_size, device)
         piece = PieceSize(limits.max_tokens)
-        self._passes = PassSteps(model, pools, rows, PieceSize(limits.max_step_tokens), threads)
+        self._passes = PassSteps(model, pools, rows, PieceSize(limits.chunk_tokens), threads)
         self._direct = DirectSteps(model, pools, rows, sampler, piece, threads)
         self.graphs: StepGraphs | None = None
         if device.type == "cuda" if queues_steps is None else queues_steps:
@@ -99,8 +106,22 @@ class Runner:
                 max_tokens=limits.max_tokens,
                 vocab_size=limits.vocab_size,
             )
+        self.observer: StepObserver | None = None
         self._in_flight: deque[Launched] = deque()
         self._finished_s = 0.0
+
+    @property
+    def max_on_demand_tokens(self) -> int | None:
+        """By the limits, or as refreshed from the steps that were observed."""
+        if self.observer is not None:
+            return self.observer.max_on_demand_tokens
+        return self.limits.max_on_demand_tokens
+
+    def capture(self, report: Callable[[int, int], None]) -> None:
+        """Record CUDA graphs of on-demand steps; report(done, total)."""
+        assert self.graphs is not None
+        assert not self._in_flight
+        self.graphs.capture(report)
 
     def forget_all(self) -> None:
         """The scheduler is gone, and with it every row. No step may be in flight."""
@@ -135,7 +156,7 @@ class Runner:
             raise StepError(f"layers {plan.layers}: an on-demand step runs all layers")
         work = self._rows.check_work(plan, self.limits.max_step_tokens)
         row_ids = work.sampled_rows()
-        if self._passes.has_row_of([*(part.row_id for part in work.extends), *row_ids.tolist()]):
+        if self._passes.is_open and self._passes.has_row_of(work.row_ids()):
             raise StepError("a row of the open pass stands in an on-demand step")
         if not work.num_tokens:
             return self._compute(plan, NOTHING, started_s)
@@ -173,12 +194,12 @@ class Runner:
         elif not self._passes.resume(plan, lo):
             return self._compute(plan, NOTHING, started_s)
         done = self._passes.advance(hi)
-        if done is None:
-            row_ids, sampled = NOBODY, None
-        else:
+        row_ids, sampled = NOBODY, None
+        if done is not None:
             work, logits = done
             row_ids = work.sampled_rows()
-            sampled = self._sampler.sample(row_ids, logits)
+            if len(row_ids):
+                sampled = self._sampler.sample(row_ids, logits)
             self._rows.advance(work, row_ids)
         if self.graphs is not None:
             parts = [self.graphs.enqueue_drawn(row_ids, sampled)]
@@ -189,9 +210,12 @@ class Runner:
         return self._compute(plan, read(row_ids, sampled), started_s)
 
     def _compute(self, plan: StepPlan, drawn: Drawn, started_s: float) -> Pending:
-        """A step that is done."""
+        """A step that is done: on a CPU, or without a forward."""
         step_us = int((time.perf_counter() - started_s) * 1e6)
-        stats = _stats(step_us, self._model.take_counters())
+        if self.graphs is None:
+            stats = _stats(step_us, self._model.take_counters())
+        else:
+            stats = StepStats(step_us)
         return Computed(plan, self._answer(plan, drawn, stats))
 
     def _put_in_flight(
@@ -220,6 +244,8 @@ class Runner:
         step_us = int((now_s - max(step.started_s, self._finished_s)) * 1e6)
         self._finished_s = now_s
         stats = _stats(step_us, self._model.take_counters(device_counters.tolist()))
+        if self.observer is not None:
+            self.observer.note(step.plan, stats)
         return self._answer(step.plan, drawn, stats, step.void)
 
     def _answer(
@@ -235,7 +261,7 @@ class Runner:
             token_ids=token_ids,
             logprobs=logprobs,
             stats=stats,
-            max_on_demand_tokens=self.limits.max_on_demand_tokens,
+            max_on_demand_tokens=self.max_on_demand_tokens,
         )
 
     # ---- rows

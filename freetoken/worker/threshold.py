@@ -63,12 +63,14 @@ class Threshold:
         link: Link,
         resident_rate: float,
         max_tokens: int,
+        vram_bytes_s: float = VRAM_BYTES_S,
     ) -> None:
         self._option = option
         self._routed = routed
         self._link = link
         self._resident_rate = resident_rate
         self._max_tokens = max_tokens
+        self._vram_bytes_s = vram_bytes_s
         # By bucket: T in (2^(i-1), 2^i] has bucket i.
         self._skew: dict[int, float] = {}  # distinct experts over those of uniform routing
         self._resident_s = _Times()
@@ -118,7 +120,7 @@ class Threshold:
         routed, distinct = self._routed, self.distinct(num_tokens)
         resident_s = self._resident_s.get(_bucket(num_tokens))
         if resident_s is None:
-            read_s = distinct * routed.expert_bytes / VRAM_BYTES_S
+            read_s = distinct * routed.expert_bytes / self._vram_bytes_s
             resident_s = routed.num_layers * (LAYER_S + read_s)
         return on_demand_s(routed, self._link, self._resident_rate, distinct, resident_s)
 
@@ -127,7 +129,7 @@ class Threshold:
         routed = self._routed
         compute_s = self._compute_s.get(_bucket(num_tokens))
         if compute_s is None:
-            read_s = routed.num_experts * routed.expert_bytes / VRAM_BYTES_S
+            read_s = routed.num_experts * routed.expert_bytes / self._vram_bytes_s
             compute_s = routed.num_layers * (PASS_LAYER_S + read_s)
         return pass_s(routed, self._link, self._resident_rate, compute_s)
 

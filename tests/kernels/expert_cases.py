@@ -63,7 +63,7 @@ class Case:
         return hidden.to(DEVICE, self.dtype)
 
     def routing(self, low: int = 0, num_tokens: int | None = None) -> Routing:
-        """Distinct experts for each token out of [low, E − low): with low < 0 some to be skipped."""
+        """A token's experts are distinct, of [low, E − low): with low < 0 some are skipped."""
         generator = torch.Generator().manual_seed(3)
         scores = torch.rand(self.num_tokens, self.num_experts - 2 * low, generator=generator)
         ids = scores.argsort(1)[:, : self.top_k] + low

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from freetoken.model.context import KvPools, StepContext
 from freetoken.worker.sizes import ModelSizes
-from freetoken.worker.startup import ReportBytes
+from freetoken.worker.source import ReportBytes
 
 VOCAB_SIZE = 97
 
@@ -135,6 +135,10 @@ class HashSource:
         self.model = model or HashModel()
         self.num_checks = self.num_loads = 0
         self.sizes = fake_sizes(**sizes)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def read_sizes(self) -> ModelSizes:
         return self.sizes
