@@ -48,7 +48,12 @@ class LayerAttention(Protocol):
 
 
 class StepAttention(LayerAttention, Protocol):
-    """Attention of a model that serves: it is told which step's tokens the next calls bring."""
+    """Attention of a model that serves: it is told which step's tokens the next calls bring.
+
+    `takes_padding`: steps may have tokens beyond `num_tokens`, and no segments then.
+    """
+
+    takes_padding: bool
 
     def plan_step(self, context: StepContext) -> object:
         """What `set_step` takes for an on-demand step."""
@@ -132,6 +137,8 @@ def attention_forward(
 
 class PagedAttention:
     """Exact attention over the pages of the running step, on the CPU; one per model."""
+
+    takes_padding = False
 
     def __init__(self) -> None:
         self._index: StepIndex | None = None

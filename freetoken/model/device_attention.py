@@ -25,6 +25,8 @@ from freetoken.model.step import first_key, seq_len
 class DeviceAttention:
     """A StepAttention; one per model."""
 
+    takes_padding = True
+
     def __init__(self) -> None:
         self._step: OnDemandAttention | ChunkAttention | None = None
 

@@ -104,7 +104,7 @@ class ServedModel:
         Writes k/v of all T tokens to the context's pools. What slots of other rows hold, even
         infinities, has no influence.
         """
-        if context.num_tokens is not None and self.device.type == "cpu":
+        if context.num_tokens is not None and not self._attention.takes_padding:
             ids, context, logits_at = cut_padding(ids, context, logits_at)
         self._attention.set_step(self._attention.plan_step(context))
         if self._slots is not None:
