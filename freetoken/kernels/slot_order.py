@@ -24,9 +24,9 @@ MAX_AGE = 1 << 20
 KEPT_KEY = 1 << 27
 KEPT_LAYER_SHIFT = 17
 KEPT_SHIFT = 10
-# Of the slots that the last step has not used, a step takes at most one in so many of all: what a
-# wide step brings in is mostly not used again, and what it evicts was.
-SLOTS_PER_REPLACEMENT = 8
+# A step replaces at most one in so many of all slots, as long as the last step has left that many
+# unused: what a wide step brings in is mostly not used again, and what it evicts was.
+SLOTS_PER_REPLACEMENT = 4
 
 
 def decayed(priority: int) -> int:
@@ -42,6 +42,11 @@ def order_key(layer: int, priority: int, age: int) -> int:
     return MAX_AGE + priority if priority > 0 else MAX_AGE - min(age, MAX_AGE)
 
 
-def max_replaced(num_slots: int) -> int:
-    """Slots unused in the last step that one step may take; free ones do not count."""
-    return -(-num_slots // SLOTS_PER_REPLACEMENT)
+def num_victims(num_slots: int, num_free: int, num_kept: int) -> int:
+    """How many slots from the head of the order a step may take.
+
+    num_kept: slots that the last step has used. They are at the end of the order, and out of reach
+    unless the others are fewer than a step's share.
+    """
+    limit = num_free + -(-num_slots // SLOTS_PER_REPLACEMENT)
+    return limit if limit <= num_slots - num_kept else num_slots
