@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = options.model or ensure_demo(report=lambda line: print(line, file=sys.stderr))
         prompts = [one["chat"] for one in json.loads(options.prompts.read_text()) if "chat" in one]
         recording = record(path, prompts[: options.num_prompts], options.new_tokens, options.seed)
-    except (FreeTokenError, OSError) as error:
+    except (FreeTokenError, OSError, ValueError) as error:
         print(f"record_routing: error: {error}", file=sys.stderr)
         return 1
     save_recording(options.output, recording)

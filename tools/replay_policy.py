@@ -28,6 +28,7 @@ from freetoken.experts.policy import SlotPolicy
 
 RECORDING = Path(__file__).parent.parent / "tests" / "fixtures" / "routing_demo.npz"
 NEVER = 1 << 60
+TABLE_WIDTH = 110
 Key = tuple[int, int]
 
 
@@ -147,10 +148,10 @@ def make_traces(
 
 
 def print_table(figures: Sequence[Figures], console: Console) -> None:
-    """Hits in percent of look-ups, then the policy's hits over those of others."""
-    table = Table(box=SIMPLE_HEAD)
+    """Hits in percent of look-ups, then the policy's over those of others."""
+    table = Table(box=SIMPLE_HEAD, title="hits in % of look-ups")
     table.add_column("trace", no_wrap=True)
-    columns = ["slots", "look-ups", "hits %", "LRU %", "fixed %", "optimum %"]
+    columns = ["slots", "look-ups", "policy", "LRU", "fixed", "optimum"]
     for column in [*columns, "÷ LRU", "÷ fixed", "÷ optimum"]:
         table.add_column(column, justify="right", no_wrap=True)
     for one in figures:
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"replay_policy: error: {options.recording}: {error}", file=sys.stderr)
         return 1
     console = Console()
-    console.width = max(console.width, 110)
+    console.width = max(console.width, TABLE_WIDTH)
     print_table(figures, console)
     if options.json:
         rows = [asdict(one) | {"misses": one.num_lookups - one.policy} for one in figures]
