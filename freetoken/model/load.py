@@ -47,6 +47,7 @@ def load_model(
     num_slots: int | None,
     progress: Progress,
     context_tokens: int | None = None,
+    use_kernels: bool | None = None,
     found: BankMemory | None = None,
     keeper: BankKeeper | None = None,
     host_free_bytes: int | None = None,
@@ -55,7 +56,7 @@ def load_model(
 
     `num_slots`: expert slots over all layers, for "slots" only. `progress(what, done, total)`
     is called with bytes of the checkpoint. `context_tokens`: the longest request that will be
-    served, by default the model's window.
+    served, by default the model's window. `use_kernels`: see assemble.
 
     For "slots" only: `found`: banks that an earlier worker left (`find_banks`); `keeper`: keeps
     new ones; `host_free_bytes`: what new ones may take, None: whatever they need.
@@ -90,6 +91,7 @@ def load_model(
         device=device,
         num_slots=num_slots,
         context_tokens=context_tokens or shape.window,
+        use_kernels=use_kernels,
     )
     trim_heap()
     collapse_in_background(served.memory)

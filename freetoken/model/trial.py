@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from freetoken.model.context import KvPools, Segment, StepContext
+from freetoken.model.open_pass import OpenPass
 from freetoken.model.served import ServedModel
 
 PAGE_SIZE = 4
@@ -36,12 +37,13 @@ class Trial:
         self._rows = rows
         self._cached = [0] * len(rows)
         self._logits: list[list[torch.Tensor]] = [[] for _ in rows]
+        self._open_parts: Sequence[Part] = ()
         max_pages = -(-max(len(row) for row in rows) // PAGE_SIZE)
         num_pages = max_pages * len(rows)
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_pages, generator=generator)
         self._page_table = order.view(len(rows), max_pages).to(torch.int32)
-        self._pools = make_pools(model, num_pages)
+        self.pools = make_pools(model, num_pages)
 
     def step(self, *parts: Part) -> None:
         """One on-demand step with these parts, in this order."""
@@ -53,6 +55,16 @@ class Trial:
         ids, context, at = self._plan(parts)
         self._keep(parts, self._model.forward_pass(ids, context, at, chunk_tokens))
 
+    def start_pass(self, *parts: Part, chunk_tokens: int) -> OpenPass:
+        """Open a pass with these parts; other rows may step until `finish_pass`."""
+        ids, context, at = self._plan(parts)
+        self._open_parts = parts
+        return self._model.start_pass(ids, context, at, chunk_tokens)
+
+    def finish_pass(self, open_pass: OpenPass) -> None:
+        """Take the logits of a pass that is done."""
+        self._keep(self._open_parts, open_pass.logits())
+
     def share_prefix(self, source: int, target: int, num_tokens: int) -> None:
         """Let `target` start with `source`'s first tokens; a page used in part is copied."""
         assert self._cached[target] == 0
@@ -61,7 +73,7 @@ class Trial:
         self._page_table[target, :full] = self._page_table[source, :full]
         if num_tokens % PAGE_SIZE:
             old, new = int(self._page_table[source, full]), int(self._page_table[target, full])
-            for pool in (*self._pools.k, *self._pools.v):
+            for pool in (*self.pools.k, *self.pools.v):
                 pool[new] = pool[old]
         self._cached[target] = num_tokens
 
@@ -84,7 +96,7 @@ class Trial:
             torch.cat(rows),
             self._page_table,
             tuple(segments),
-            self._pools,
+            self.pools,
         )
         return torch.cat(ids), context, torch.arange(start)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from freetoken.kernels import reference
 from freetoken.kernels.reference import group_by_expert, grouped_experts
 
 C, FF, N = 12, 6, 5
@@ -77,21 +78,35 @@ def test_tokens_without_any_expert_give_zero(num_tokens: int) -> None:
 
 
 def test_group_by_expert_lists_every_kept_pair_once() -> None:
-    ids = torch.tensor([[3, 0], [-1, 3], [7, 0]])
-    pairs, groups = group_by_expert(ids, 5)
-    assert groups == [(0, 2), (3, 2)]
-    assert pairs.tolist() == [1, 5, 0, 3]
+    pairs = group_by_expert(torch.tensor([[3, 0], [-1, 3], [7, 0]]), 5)
+    assert pairs.experts == [0, 3]
+    assert pairs.sizes == [2, 2]
+    assert pairs.tokens.tolist() == [0, 2, 0, 1]
+    assert pairs.places.tolist() == [2, 0, 3, 1]
+    assert pairs.offsets.tolist() == [0, 2, 3]
+    assert pairs.kept is not None
+    assert pairs.kept.tolist() == [0, 1, 3, 5]
 
 
-def test_group_by_expert_is_the_same_for_few_and_for_many_pairs() -> None:
-    ids = torch.randint(-1, 9, (500, 4), generator=torch.Generator().manual_seed(0))
-    pairs, groups = group_by_expert(ids, 8)
-    assert len(pairs) == int(((ids >= 0) & (ids < 8)).sum())
-    for part, (expert, count) in zip(
-        pairs.split([count for _, count in groups]), groups, strict=True
-    ):
-        assert part.tolist() == torch.where(ids.flatten() == expert)[0].tolist()
-        assert len(part) == count
+@pytest.mark.parametrize("low", [0, -1])
+def test_group_by_expert_is_the_same_for_few_and_for_many_pairs(
+    low: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.randint(low, 8 - low, (500, 4), generator=torch.Generator().manual_seed(0))
+    many = group_by_expert(ids, 8)
+    monkeypatch.setattr(reference, "FEW_PAIRS", ids.numel())
+    few = group_by_expert(ids, 8)
+    assert few.experts == many.experts == list(range(8))
+    assert few.sizes == many.sizes
+    for field in ("tokens", "places", "offsets"):
+        assert torch.equal(getattr(few, field), getattr(many, field))
+    if low == 0:
+        assert few.kept is None
+        assert many.kept is None
+    else:
+        assert few.kept is not None
+        assert many.kept is not None
+        assert torch.equal(few.kept, many.kept)
 
 
 def test_weights_of_another_type_do_not_change_the_type_of_the_result() -> None:

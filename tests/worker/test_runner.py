@@ -30,6 +30,7 @@ def make_runner(model=None, **changes):
         "context_tokens": 64,
         "vocab_size": VOCAB_SIZE,
         "max_step_tokens": 64,
+        "chunk_tokens": 64,
         "max_pass_tokens": 128,
         "max_on_demand_tokens": None,
     } | changes
