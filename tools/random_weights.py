@@ -23,6 +23,11 @@ MAX_BLOCK_SIZE = 1 << 24  # numbers; 32 MiB in bf16, which stays in a server's c
 MARGIN = 4099  # numbers that a block has beyond that: no period divides the rows of a matrix
 PIECE_SIZE = 1 << 21  # numbers at most that are written from one place of the block
 MAX_THREADS = 16
+GAIN = 1.6  # of a matrix: outputs over inputs
+# Attention's outputs are means over tokens. If they are not small beside embeddings, each layer adds
+# more of what all tokens have in common, until all are routed to the same experts.
+EMBEDDING_STD = 1.0
+ATTENTION_GAIN = 0.2
 TYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 ReportBytes = Callable[[int], None]
 
@@ -86,7 +91,7 @@ class RandomWeights:
         seed = zlib.crc32(name.encode()) ^ self._seed
         if like.dim() <= 1:
             return [(0, _bytes_of(_vector(name, like, seed)))]
-        std = 1.6 * like.shape[-1] ** -0.5
+        std = _std(name, like)
         block = self._scaled.get((std, like.dtype))
         if block is None:
             block = _bytes_of((self._block * std).to(like.dtype))
@@ -99,6 +104,13 @@ class RandomWeights:
             piece = block[place * like.itemsize : (place + size) * like.itemsize]
             pieces.append((at * like.itemsize, piece))
         return pieces
+
+
+def _std(name: str, like: torch.Tensor) -> float:
+    if "embed_tokens" in name:
+        return EMBEDDING_STD
+    gain = ATTENTION_GAIN if "o_proj" in name else GAIN
+    return float(gain * like.shape[-1] ** -0.5)
 
 
 def _vector(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
