@@ -37,7 +37,7 @@ from freetoken.wire.sockets import Endpoints
 from freetoken.worker.budget import measure_budget
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.device import find_device
-from freetoken.worker.faults import StepError
+from freetoken.worker.faults import StepError, describe
 from freetoken.worker.keeper import find_keeper
 from freetoken.worker.link import Lost, Progress, SchedulerLink
 from freetoken.worker.pending import Pending
@@ -200,5 +200,4 @@ def _breaking(plan: StepPlan) -> Iterator[None]:
         raise
     except Exception as error:
         _log.exception(log.event("step.broken", step=plan.step_id))
-        reason = " ".join(str(error).split())
-        raise EngineError(f"step {plan.step_id} broke: {type(error).__name__}: {reason}") from error
+        raise EngineError(f"step {plan.step_id} broke: {describe(error)}") from error
