@@ -17,7 +17,9 @@ from tests.model import tiny
 
 LENGTH = 27
 # Kinds of layers: glm4_moe's first is dense, gpt_oss's have a window or none.
-FAMILIES = {"qwen3_moe": 1, "gpt_oss": 2, "glm4_moe": 2, "llama": 1, "ernie4_5_moe": 2}
+KINDS = {"qwen3_moe": 1, "gpt_oss": 2, "glm4_moe": 2, "llama": 1, "ernie4_5_moe": 2}
+# Beside them the rotary embedding and the last norm.
+FAMILIES = {name: kinds + 2 for name, kinds in KINDS.items()}
 
 
 @pytest.fixture(autouse=True)
