@@ -17,8 +17,8 @@ from freetoken.kernels.attention_ops import (
     store_kv,
     store_kv_paged,
 )
-from freetoken.model.attention import Scores
 from freetoken.model.context import Segment, StepContext
+from freetoken.model.scores import Scores
 from freetoken.model.step import first_key, seq_len
 
 

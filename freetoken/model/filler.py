@@ -17,7 +17,7 @@ from freetoken.errors import ConfigError
 from freetoken.experts.bank import RowBank
 from freetoken.model.assemble import Weights
 from freetoken.model.conversion import BankTarget, DtypePlan, Task, convert, read_sources
-from freetoken.model.placement import Placement, find_placement
+from freetoken.model.placement import Placement, find_placement, flat_sources
 from freetoken.model.tensors import TensorReader
 
 
@@ -56,8 +56,9 @@ class Filler:
         if not isinstance(bank, RowBank):
             self._convert_expert(task, target, expert, lines)
             return
-        sources = [(p, s.dtype, s.shape) for p, group in task.sources.items() for s in group]
-        kind = (target.parameter_name, bank.layout, id(task.converter), lines is None, *sources)
+        sources = [(s.dtype, s.shape) for s in flat_sources(task)]
+        patterns = tuple(task.sources) if task.converter else ()
+        kind = (target.parameter_name, bank.layout, lines is None, patterns, *sources)
         with self._lock:  # one thread finds out, the others wait
             if kind not in self._placements:
                 self._placements[kind] = self._try_placement(task, target, bank, expert, lines)

@@ -26,12 +26,18 @@ and no two alike, so that a transposition shows."""
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A row's tensor is these sources end to end: (pattern, index among the pattern's tensors)."""
+    """A row's tensor is the task's sources end to end, in this order of their places among all."""
 
-    order: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
 
     def sources(self, task: Task) -> list[StoredTensor]:
-        return [task.sources[pattern][index] for pattern, index in self.order]
+        sources = flat_sources(task)
+        return [sources[index] for index in self.order]
+
+
+def flat_sources(task: Task) -> list[StoredTensor]:
+    """All of them, pattern by pattern."""
+    return [stored for group in task.sources.values() for stored in group]
 
 
 def find_placement(
@@ -42,21 +48,19 @@ def find_placement(
     transposed: the bank's matrices are the module's transposed · stacked: the sources hold all
     experts, [E, …], and a row is made of one line of each.
     """
-    flat = [(pattern, i) for pattern, group in task.sources.items() for i in range(len(group))]
-    sources = [task.sources[pattern][i] for pattern, i in flat]
+    sources = flat_sources(task)
     if any(FLOAT_DTYPES.get(stored.dtype) != dtype for stored in sources):
         return None
     shapes = [stored.shape[1:] if stacked else stored.shape for stored in sources]
     copies = _small_copies(shapes)
-    tensors: dict[str, list[torch.Tensor]] = {}
-    for (pattern, _), copy in zip(flat, copies, strict=True):
-        tensors.setdefault(pattern, []).append(copy[None] if stacked else copy)
+    given = iter([copy[None] if stacked else copy for copy in copies])
+    tensors = {p: [next(given) for _ in group] for p, group in task.sources.items()}
     try:
         row = convert(task, tensors, model)[task.target][0]
     except (ConfigError, LookupError):
         return None  # it needs the real sizes
     order = _order(row.t() if transposed and row.dim() == 2 else row, copies)
-    return None if order is None else Placement(tuple(flat[i] for i in order))
+    return None if order is None else Placement(tuple(order))
 
 
 def _small_copies(shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:

@@ -55,7 +55,8 @@ class SlotCache:
 class ServedModel:
     """Runs forwards; logits come back as float32.
 
-    `memory`: where the weights lie that each step reads on the CPU.
+    `memory`: where the weights lie that each step reads on the CPU · `device`: where the tensors of
+    a step must be.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ServedModel:
         """`callees`: kept here for the operators that layers call."""
         self.shape = shape
         self.memory = memory
+        self.device: torch.device = model.device
         self._plain = self._model = model
         self._attention = attention
         self._callees = callees
@@ -88,11 +90,6 @@ class ServedModel:
     def num_layers(self) -> int:
         """Decoder layers; a pass can be left between them."""
         return len(self._layers)
-
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors live, and those of a step must."""
-        return self._model.device
 
     @torch.inference_mode()
     def forward(
@@ -211,6 +208,12 @@ class ServedModel:
         layers = compiled_layers(self._layers, backend)
         self._model = with_layers(self._plain, layers)
         self._pass_model = chunked_model(self._plain, layers, self._seat)
+
+    def run_eagerly(self) -> None:
+        """Run layers as they are, as before `compile`."""
+        assert self._seat.run is None, "a pass is open"
+        self._model = self._plain
+        self._pass_model = chunked_model(self._plain, self._layers, self._seat)
 
     def _make_run(
         self, context: StepContext, chunk_tokens: int, before_layer: BeforeLayer

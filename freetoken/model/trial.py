@@ -141,14 +141,13 @@ def make_pools(model: ServedModel, num_pages: int, page_size: int = PAGE_SIZE) -
 def _pad(
     ids: torch.Tensor, context: StepContext, num_padding: int
 ) -> tuple[torch.Tensor, StepContext]:
-    """The step as a CUDA graph has it: tokens that mean nothing at its end, and no segments."""
+    """The step as a CUDA graph has it: tokens that mean nothing at its end."""
     zeros = ids.new_zeros(num_padding)
     num_tokens = torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)
     context = replace(
         context,
         positions=torch.cat([context.positions, zeros]),
         rows=torch.cat([context.rows, zeros]),
-        segments=(),
         num_tokens=num_tokens,
     )
     return torch.cat([ids, zeros]), context

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from freetoken.experts.shared import BankMemory
-from freetoken.model.attention import MAX_SCORES
 from freetoken.model.banks import BankKeeper, find_banks
 from freetoken.model.context import KvPools
 from freetoken.model.load import load_model, read_shape
+from freetoken.model.scores import MAX_SCORES
 from freetoken.model.selfcheck import check_model
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape

@@ -57,8 +57,8 @@ class LauncherKeeper:
     def _ask(self, request: KeepRequest, fd: int | None = None) -> tuple[bytes, int | None]:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as launcher:
-                launcher.settimeout(TIMEOUT_S)
                 launcher.connect(str(self._path))
+                launcher.settimeout(TIMEOUT_S)  # before it, a full queue would be an error
                 send_packet(launcher, request.encode(), fd)
                 return receive_packet(launcher)
         except OSError as error:

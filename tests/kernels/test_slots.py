@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from freetoken.experts.policy import SlotPolicy
-from freetoken.kernels import reference_slots
-from freetoken.kernels.slot_tables import SlotTables, allocate, clear
+from freetoken.kernels import reference_slots, slot_ops
+from freetoken.kernels.slot_tables import DISTINCT, SlotTables, allocate, clear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -201,3 +201,19 @@ def test_fetch_copies_the_listed_rows_and_no_others(kind: str, num_fetch: int) -
 def test_tables_know_their_size() -> None:
     tables = allocate(2, 3, 5, 4, "cpu")
     assert tables.num_bytes == 8 * (5 + 1 + 4) + 4 * (2 * 6 + 3 * 5 + 2 + 5 * 3 + 3 + 4 + 4)
+
+
+def test_operations_run_where_the_tables_are() -> None:
+    tables = allocate(1, 4, 2, 2, "cpu")
+    bank, pool = torch.ones(4, 16, dtype=torch.uint8), torch.zeros(6, 16, dtype=torch.uint8)
+    slot_ops.resolve(tables, torch.tensor([[3, 1]]), None, 0)
+    slot_ops.fetch(bank, pool, tables)
+    slot_ops.build_queue(tables)
+    assert pool.sum(1).tolist() == [16, 16, 0, 0, 0, 0]
+    assert tables.counters[DISTINCT] == 2
+
+
+def test_more_pairs_than_there_is_room_for_are_refused() -> None:
+    tables = allocate(1, 4, 2, 2, "cpu")
+    with pytest.raises(AssertionError, match="3 pairs, max_pairs 2"):
+        slot_ops.resolve(tables, torch.tensor([[3, 1, 2]]), None, 0)

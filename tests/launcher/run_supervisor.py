@@ -10,9 +10,11 @@ from freetoken.errors import EngineError
 from freetoken.launcher import rundir
 from freetoken.launcher.child import Room
 from freetoken.launcher.health import HealthPoller
+from freetoken.launcher.keeper import Keeper
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report
 from freetoken.launcher.supervisor import Supervisor
+from freetoken.wire.keeping import keeper_path
 
 FAKE = str(Path(__file__).with_name("fake_room.py"))
 
@@ -34,7 +36,7 @@ def main() -> int:
         )
         for name in ("scheduler", "worker", "api")
     ]
-    with rundir.launcher_dir(Path(base) / "run"):
+    with rundir.launcher_dir(Path(base) / "run") as run_dir:
         poller.start()
         try:
             Supervisor(
@@ -44,6 +46,7 @@ def main() -> int:
                 describe=lambda health: f"serving {health.model} with {health.context_tokens}",
                 report=Report(sys.stdout, sys.stderr, time.monotonic),
                 notifier=Notifier(os.environ),
+                keeper=Keeper(keeper_path(run_dir)),
             ).run()
         except EngineError as error:
             print(f"last: {error}", file=sys.stderr)
