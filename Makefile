@@ -3,6 +3,7 @@
 #   make test    run all tests        (ARGS="tests/api -x" for some)
 #   make check   linters, types, import contracts
 #   make setup   only install
+#   make cuda    build the kernels in cuda/ for all GPUs (else the worker does it for its own)
 # PYTHON: the interpreter to make the environment with. PIP_ARGS: passed to pip install.
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -18,7 +19,7 @@ sys.exit(0 if v >= (3, 11) else "FreeToken needs Python 3.11 or newer; %s is %d.
 endef
 export CHECK_PYTHON
 
-.PHONY: setup serve test test-oldest check clean python
+.PHONY: setup serve test test-oldest check cuda clean python
 .NOTPARALLEL: # all share one environment
 
 setup: $(VENV)/.runtime
@@ -38,6 +39,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+cuda: $(VENV)/.runtime
+	$(BIN)/python tools/build_cuda.py $(ARGS)
 
 # An environment is checked when it is made, and whenever PYTHON is asked for by name.
 python:

@@ -23,6 +23,7 @@ PROCESSES = ("api", "scheduler", "worker")
 
 COMMANDS = {
     "serve": "serve a model over HTTP: starts and supervises the three processes",
+    "plan": "say what a GPU can do with a model: memory, context, speed",
     "chat": "talk to a server in the terminal",
     "demo": "build the demo model, or say where it is",
     "config": "print every option, its value and what set it",

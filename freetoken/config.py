@@ -49,6 +49,10 @@ class Config(BaseModel):
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="where the model runs")] = (
         "auto"
     )
+    compile: Annotated[
+        Literal["auto", "off"],
+        Field(description="auto: compiled layers and CUDA graphs on a GPU; off: neither"),
+    ] = "auto"
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "float16"],
         Field(description="of weights and KV cache; auto: the checkpoint's"),
@@ -82,8 +86,13 @@ class Config(BaseModel):
         int, Field(ge=1, le=4096, description="requests that run at the same time")
     ] = 32
     max_step_tokens: Annotated[
-        int, Field(ge=1, description="prompt tokens in one step (the chunk of a long prompt)")
-    ] = 512
+        int | None,
+        Field(
+            ge=1,
+            description="prompt tokens computed at a time (the chunk of a long prompt); default: "
+            "512 on a CPU, 256 to 8192 on a GPU, by its memory",
+        ),
+    ] = None
     max_queued_requests: Annotated[
         int, Field(ge=1, description="waiting requests beyond which new ones get 429")
     ] = 1024
@@ -94,14 +103,25 @@ class Config(BaseModel):
     # ---- experts
     experts: Annotated[
         Literal["auto", "in-place", "slots"],
-        Field(description="in-place: computed from host memory; slots: through the slot cache"),
+        Field(
+            description="in-place: computed from host memory, on a CPU; slots: through the slot "
+            "cache; auto: slots on a GPU, in place on a CPU"
+        ),
     ] = "auto"
     moe_cache_size: Annotated[
-        int | None, Field(ge=1, description="expert slots, over all layers")
+        int | None,
+        Field(ge=1, description="expert slots in fast memory, over all layers, at most one each"),
     ] = None
     moe_cache_rate: Annotated[
         float | None, Field(gt=0, le=1, description="expert slots as a share of all experts")
     ] = None
+    moe_cache_auto: Annotated[
+        bool,
+        Field(
+            description="as many expert slots as fit beside the KV pool: what happens without "
+            "--moe-cache-size and --moe-cache-rate"
+        ),
+    ] = False
     extend_threshold: Annotated[
         Annotated[int, Field(ge=0)] | Literal["auto"],
         Field(description="steps with more extend tokens than this stream whole layers; 0: always"),
@@ -122,6 +142,12 @@ class Config(BaseModel):
             description="seconds a step may take before /health/ready says 503",
         ),
     ] = 60.0
+    worker_restarts: Annotated[
+        int,
+        Field(
+            ge=0, le=100, description="a dead worker is started again so many times in 60 seconds"
+        ),
+    ] = 0
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"], Field(description="least level logged")
     ] = "INFO"
@@ -168,15 +194,22 @@ class Config(BaseModel):
 
     def _expert_contradictions(self) -> list[str]:
         found = []
-        if self.moe_cache_size is not None and self.moe_cache_rate is not None:
+        slots = []
+        if self.moe_cache_size is not None:
+            slots.append(f"--moe-cache-size {self.moe_cache_size}")
+        if self.moe_cache_rate is not None:
+            slots.append(f"--moe-cache-rate {self.moe_cache_rate}")
+        if self.moe_cache_auto:
+            slots.append("--moe-cache-auto")
+        if len(slots) > 1:
             found.append(
-                f"--moe-cache-size {self.moe_cache_size} and --moe-cache-rate "
-                f"{self.moe_cache_rate} both set the number of expert slots; give one of them"
+                f"{slots[0]} and {slots[1]} both set the number of expert slots; give one of them"
             )
         if self.experts == "in-place":
             for flag, is_given in (
                 ("--moe-cache-size", self.moe_cache_size is not None),
                 ("--moe-cache-rate", self.moe_cache_rate is not None),
+                ("--moe-cache-auto", self.moe_cache_auto),
                 ("--extend-threshold", self.extend_threshold != "auto"),
             ):
                 if is_given:

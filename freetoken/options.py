@@ -105,6 +105,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if section is None:
             raise AssertionError(f"{name} stands before the first section of GROUPS")
         is_list = get_origin(field.annotation) is list
+        if field.annotation is bool:
+            section.add_argument(
+                flag_of(name), dest=name, action="store_const", const=True, help=_help(field)
+            )
+            continue
         section.add_argument(
             flag_of(name),
             dest="model_flag" if name == "model" else name,
@@ -152,7 +157,7 @@ def _help(field: FieldInfo) -> str:
     text = field.description or ""
     if limits:
         text += f"; {limits}"
-    if field.default not in (None, []):
+    if field.default not in (None, []) and field.annotation is not bool:
         text += f" [{field.default}]"
     return text.replace("%", "%%")
 

@@ -15,6 +15,13 @@ from freetoken.demo.build import ensure_demo
 # up (30 times slower seen on two cores). Read when torch is loaded, by us and by child processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import torch
+
+# Without a GPU Triton kernels run in its interpreter. Read when triton is loaded, which importing
+# transformers does.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session")
 def demo_dir() -> Path:

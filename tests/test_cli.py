@@ -56,7 +56,7 @@ def test_an_error_is_one_line_on_stderr_with_exit_code_2(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("command", ["serve", "config", "api", "scheduler", "worker"])
+@pytest.mark.parametrize("command", ["serve", "plan", "config", "api", "scheduler", "worker"])
 def test_help_of_a_command_lists_the_options_and_hides_internal_ones(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

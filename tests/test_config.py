@@ -73,6 +73,20 @@ def test_lists_come_from_repeated_flags_commas_and_toml(file: Path) -> None:
         assert resolved.config.served_model_name == ["a", "b"]
 
 
+def test_a_switch_is_a_flag_without_a_value(file: Path) -> None:
+    file.write_text("moe_cache_auto = true\n")
+    assert resolve("--moe-cache-auto", "m").config.model == "m"
+    for resolved in (
+        resolve("m", "--moe-cache-auto"),
+        resolve(FREETOKEN_MOE_CACHE_AUTO="1"),
+        resolve("--config", str(file)),
+    ):
+        assert resolved.config.moe_cache_auto
+    assert not resolve().config.moe_cache_auto
+    with pytest.raises(ConfigError, match="--moe-cache-auto"):
+        resolve("--moe-cache-auto=maybe")
+
+
 def test_an_empty_variable_counts_as_not_set() -> None:
     assert resolve(FREETOKEN_API_KEY="", FREETOKEN_PORT="").config == Config()
 
@@ -146,7 +160,9 @@ def test_a_missing_file_is_refused_by_name(file: Path) -> None:
         ("--num-tokens 32 --kv-reserve-tokens 48", "--kv-reserve-tokens 48 does not fit"),
         ("--context-tokens 9 --max-seq-len-override 8", "9 exceeds --max-seq-len-override 8"),
         ("--moe-cache-size 4 --moe-cache-rate .5", "--moe-cache-size 4 and --moe-cache-rate 0.5"),
+        ("--moe-cache-auto --moe-cache-rate .5", "--moe-cache-rate 0.5 and --moe-cache-auto both"),
         ("--moe-cache-size 4 --experts in-place", "--moe-cache-size is about expert slots"),
+        ("--moe-cache-auto --experts in-place", "--moe-cache-auto is about expert slots"),
         ("--extend-threshold 0 --experts in-place", "--extend-threshold is about expert slots"),
     ],
 )
@@ -231,7 +247,7 @@ def test_every_option_is_documented_with_its_unit_limits_and_default() -> None:
         assert field.description, name
         if {int, float} & set(options.leaves_of(field.annotation)):
             assert any(unit in field.description for unit in UNITS), name
-        if name not in ("model", "served_model_name") and field.default is not None:
+        if name not in ("model", "served_model_name") and field.default not in (None, False):
             assert f"[{field.default}]" in text, name
     assert "at least 1, at most 1024 [16]" in text
 

@@ -16,6 +16,7 @@ ENTRIES = {
     "freetoken.commands.serve": (*HEAVY, "numpy", "transformers", "starlette"),
     "freetoken.commands.process": (*HEAVY, "numpy", "transformers", "starlette", "tokenizers"),
     "freetoken.commands.chat": HEAVY,
+    "freetoken.commands.plan": (*HEAVY, "numpy", "transformers"),
     "freetoken.commands.demo": HEAVY,
     "freetoken.launcher.supervisor": (*HEAVY, "numpy", "transformers", "starlette"),
     "freetoken.api.process": HEAVY,

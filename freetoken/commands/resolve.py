@@ -25,6 +25,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer*"]
 """Everything but the weights; the weights' index tells which files those are."""
+CONFIG_FILES = [checkpoint.CONFIG, checkpoint.MODELOPT]
+"""What is enough to plan."""
 SUBDIRECTORIES = ["*/*"]
 """Other formats and the originals: never needed."""
 
@@ -52,6 +54,18 @@ def resolve_model(
     if model is None:
         directory = (ensure_demo or _ensure_demo)()
         return LocalModel(directory, directory.name)
+    return _find_directory(model) or LocalModel(_fetch(model, download or _download), model)
+
+
+def resolve_config(model: str | None, *, download: Download | None = None) -> LocalModel:
+    """Like resolve_model, but only config.json is downloaded, and no demo is built."""
+    if model is None:
+        raise ConfigError("no model is given; name a directory or a model on the hub")
+    return _find_directory(model) or LocalModel((download or _download)(model, CONFIG_FILES), model)
+
+
+def _find_directory(model: str) -> LocalModel | None:
+    """None for a hub name; ConfigError for what is neither."""
     path = Path(model).expanduser()
     if path.is_dir():
         directory = path.resolve()
@@ -60,7 +74,7 @@ def resolve_model(
         raise ConfigError(f"{path} is a file; give the directory of a checkpoint (config.json, …)")
     if not HUB_NAME.fullmatch(model):
         raise ConfigError(f"no directory {path}, and {model!r} is no hub name (owner/name) either")
-    return LocalModel(_fetch(model, download or _download), model)
+    return None
 
 
 def complete(config: Config, model: LocalModel) -> Config:

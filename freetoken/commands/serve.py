@@ -18,14 +18,18 @@ from freetoken.config import Config
 from freetoken.launcher import rundir
 from freetoken.launcher.child import Room
 from freetoken.launcher.health import HealthPoller
+from freetoken.launcher.keeper import Keeper
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report, base_url, describe_server, show_bytes
 from freetoken.launcher.supervisor import Supervisor
+from freetoken.wire.keeping import keeper_path
 from freetoken.worker.budget import measure_budget
 
 DESCRIPTION = "Serve MODEL over HTTP: start the three processes, watch them, end them together."
 NAME = "freetoken-launcher"
 ROOMS = ("scheduler", "worker", "api")
+API_RESTARTS = 5
+"""Within a minute. It has nothing to lose but its streams."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -65,8 +69,9 @@ def serve(config: Config, found: checkpoint.Checkpoint, report: Report) -> None:
         path = run_dir / rundir.CONFIG
         rundir.write_private(path, dump(config.model_copy(update={"run_dir": run_dir})))
         poller = HealthPoller(config.host, config.port)
+        restarts = {"api": API_RESTARTS, "worker": config.worker_restarts}
         supervisor = Supervisor(
-            [make_room(name, path) for name in ROOMS],
+            [make_room(name, path, restarts.get(name, 0)) for name in ROOMS],
             env=child_environment(os.environ),
             get_health=lambda: poller.latest,
             describe=lambda health: describe_server(
@@ -77,6 +82,7 @@ def serve(config: Config, found: checkpoint.Checkpoint, report: Report) -> None:
             ),
             report=report,
             notifier=Notifier(os.environ),
+            keeper=Keeper(keeper_path(run_dir)),
         )
         poller.start()
         try:
@@ -85,18 +91,19 @@ def serve(config: Config, found: checkpoint.Checkpoint, report: Report) -> None:
             poller.stop()
 
 
-def make_room(name: str, config_path: Path) -> Room:
+def make_room(name: str, config_path: Path, max_restarts: int) -> Room:
     """`ft NAME` with our configuration."""
     return Room(
         f"freetoken-{name}",
         ft_command(name, "--config", str(config_path), "--launcher-pid", str(os.getpid())),
-        can_restart=name == "api",
+        max_restarts,
     )
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Ours, without options (the file has them all) and the service manager's socket (ours)."""
-    ours = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+    """Ours, without options (the file has them all) and what the service manager gave to us."""
+    watchdog = ("WATCHDOG_USEC", "WATCHDOG_PID")
+    ours = ("NOTIFY_SOCKET", *watchdog, "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID")
     return {
         name: value
         for name, value in environ.items()

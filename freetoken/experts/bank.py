@@ -57,16 +57,30 @@ def row_views(layout: ExpertLayout, rows: torch.Tensor) -> dict[str, torch.Tenso
 
 
 class RowBank:
-    """Rows [E, row_bytes] in one contiguous buffer."""
+    """Rows [E, row_bytes] uint8 cpu in one contiguous buffer: `rows` if given, else its own.
 
-    def __init__(self, layout: ExpertLayout, num_experts: int) -> None:
+    `is_pinned`: a GPU may read the rows where they are; whoever pins them says so.
+    """
+
+    def __init__(
+        self, layout: ExpertLayout, num_experts: int, rows: torch.Tensor | None = None
+    ) -> None:
+        if rows is None:
+            rows = allocate_rows(num_experts, layout.row_bytes, "cpu")
+        assert rows.shape == (num_experts, layout.row_bytes)
+        assert rows.is_contiguous()
         self.layout = layout
         self.num_experts = num_experts
-        self.rows = allocate_rows(num_experts, layout.row_bytes, "cpu")
+        self.rows = rows
+        self.is_pinned = False
         self._views = row_views(layout, self.rows)
 
     def put(self, expert: int, name: str, tensor: torch.Tensor) -> None:
         self._views[name][expert].copy_(tensor)
+
+    def tensor(self, expert: int, name: str) -> torch.Tensor:
+        """The tensor `name` of one expert, of the layout's shape: a view, contiguous."""
+        return self._views[name][expert]
 
     def linear(
         self, name: str, experts: Sequence[int], xs: Sequence[torch.Tensor]

@@ -1,120 +1,142 @@
 """Expert slots: rows on the device that experts of all layers share, and the scratch rows.
 
-SlotExperts computes one layer's experts from the shared SlotPool. On demand, a step's missing
-experts are loaded into slots. In a pass, a layer's missing experts are loaded once, into scratch
-rows, and serve all chunks of that layer; the slots are read and left as they are.
+SlotExperts computes one layer's experts. On demand, `resolve` says which row each expert that is
+asked for has or gets, `fetch` fills the rows of those that were absent, and the kernels compute
+from the rows: all on the device, so that it may be part of a CUDA graph. In a pass the layer's
+experts lie side by side in the ring of experts/stream.py, and the slots are left as they are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from freetoken.experts.bank import RowBank, allocate_rows, row_views
 from freetoken.experts.layout import ExpertLayout
-from freetoken.experts.policy import RecencyPolicy
-from freetoken.experts.stream import copy_rows
-from freetoken.kernels.ops import Gate, GroupedExperts, PostNorm
+from freetoken.experts.staging import RowCopier
+from freetoken.experts.stream import PassRing
+from freetoken.kernels import slot_tables
+from freetoken.kernels.expert_inputs import Groups, Routing
+from freetoken.kernels.expert_ops import experts_in_pass, experts_on_demand
+from freetoken.kernels.gates import GateKind
+from freetoken.kernels.ops import Gate, PostNorm
+from freetoken.kernels.slot_ops import build_queue, fetch, resolve
 
-
-@dataclass(slots=True)
-class SlotCounters:
-    """hits and misses: experts found in a slot or loaded · bytes: loaded ·
-    distinct: experts that tokens asked for, once per layer and step."""
-
-    hits: int = 0
-    misses: int = 0
-    bytes: int = 0
-    distinct: int = 0
+MIN_PAIRS = 1 << 16
+"""Token-expert pairs of an on-demand step for which there is room from the start, 4 bytes each."""
 
 
 class SlotPool:
-    """Rows `[0, num_slots)` are slots, the `num_experts` rows after them scratch."""
+    """Rows `[0, num_slots)` are slots, the `num_experts` rows after them scratch.
+
+    `banks`: of all layers with experts, in order.
+    """
 
     def __init__(
-        self, layout: ExpertLayout, num_slots: int, num_experts: int, device: torch.device | str
+        self, banks: Sequence[RowBank], num_slots: int, device: torch.device | str
     ) -> None:
-        self.layout = layout
+        first = banks[0]
+        assert all(bank.layout == first.layout for bank in banks), "layers must have one layout"
+        self.banks = banks
+        self.layout: ExpertLayout = first.layout
+        self.num_experts = first.num_experts
+        self._allocate(num_slots, device)
+        self._copier = RowCopier(self.rows.device)
+        self._num_tokens: torch.Tensor | None = None
+        self._is_queued = False
+        self._side = torch.cuda.Stream(device) if self.rows.is_cuda else None
+        # Tensors that captured graphs may still write to.
+        self._retired: list[torch.Tensor] = []
+
+    def resize(self, num_slots: int) -> None:
+        """Other rows and tables, empty; the old memory is given back first."""
+        device = self.rows.device
+        del self.rows, self.views, self.tables
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._allocate(num_slots, device)
+
+    def _allocate(self, num_slots: int, device: torch.device | str) -> None:
         self.num_slots = num_slots
-        self.num_experts = num_experts
-        self.rows = allocate_rows(num_slots + num_experts, layout.row_bytes, device)
-        self.views = row_views(layout, self.rows)
-        self.policy = RecencyPolicy(num_slots)
-        self.counters = SlotCounters()
-        self.in_pass = False
-        self._pass_layer: int | None = None
-        self._pass_rows: torch.Tensor | None = None
-        self._pass_used: set[int] = set()
+        self.rows = allocate_rows(num_slots + self.num_experts, self.layout.row_bytes, device)
+        self.views = row_views(self.layout, self.rows)
+        self.tables = slot_tables.allocate(
+            len(self.banks), self.num_experts, num_slots, MIN_PAIRS, device
+        )
 
-    def begin_pass(self) -> None:
-        """Until `end_pass`, layers come one after the other, each in any number of chunks."""
-        self.in_pass = True
-        self._pass_layer = None
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the device reads all banks by itself."""
+        return not self.rows.is_cuda or all(bank.is_pinned for bank in self.banks)
 
-    def end_pass(self) -> None:
-        self._leave_layer()
-        self.in_pass = False
+    def begin_step(self, num_tokens: torch.Tensor | None) -> None:
+        """An on-demand step follows. num_tokens: [1] int32, tokens beyond it are padding."""
+        self._num_tokens = num_tokens
+        self._is_queued = False
 
-    def rows_on_demand(self, layer: int, bank: RowBank, experts: list[int]) -> torch.Tensor:
-        """Load what is missing of `experts`; the row of each expert, [E + 1] int64, −1: none."""
-        found = self.policy.resolve(layer, experts)
-        scratch = {expert: self.num_slots + i for i, expert in enumerate(found.bypass)}
-        loads = found.loads | scratch
-        self._load(bank, loads)
-        self.counters.hits += len(found.hits)
-        self.counters.distinct += len(experts)
-        return self._row_table(found.hits | loads)
+    def end_step(self) -> None:
+        """After the last layer, or a fault: the next step's victims are put in order."""
+        if not self._is_queued:
+            build_queue(self.tables)
+        elif self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        self._num_tokens = None
 
-    def rows_in_pass(self, layer: int, bank: RowBank, experts: list[int]) -> torch.Tensor:
-        """Like rows_on_demand; the first call for a layer loads all of its missing experts."""
-        if layer != self._pass_layer:
-            self._leave_layer()
-            held = self.policy.find(layer)
-            missing = [expert for expert in range(self.num_experts) if expert not in held]
-            scratch = {expert: self.num_slots + i for i, expert in enumerate(missing)}
-            self._load(bank, scratch)
-            self.counters.hits += len(held)
-            self._pass_layer = layer
-            self._pass_rows = self._row_table(held | scratch)
-        assert self._pass_rows is not None
-        self._pass_used.update(experts)
-        return self._pass_rows
+    def load(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> tuple[Routing, Groups]:
+        """See to it that the experts which a layer's tokens ask for are in rows of the pool."""
+        if ids.numel() > self.tables.max_pairs:
+            self._grow(ids.numel())
+        tables = self.tables
+        resolve(tables, ids, self._num_tokens, layer)
+        bank = self.banks[layer]
+        if not self.rows.is_cuda or bank.is_pinned:
+            fetch(bank.rows, self.rows, tables)
+        else:
+            self._fetch_staged(bank)
+        if layer == len(self.banks) - 1:
+            self._queue()
+        groups = Groups(tables.rows, tables.active, tables.num_active, tables.offsets, tables.pairs)
+        return Routing(ids, weights, self._num_tokens), groups
 
-    def _leave_layer(self) -> None:
-        self.counters.distinct += len(self._pass_used)
-        self._pass_used.clear()
-        self._pass_layer = None
-        self._pass_rows = None
+    def _fetch_staged(self, bank: RowBank) -> None:
+        """For banks that the device cannot read: the host asks what is missing, and sends it."""
+        count = int(self.tables.num_fetch)
+        experts = self.tables.fetch_experts[:count].tolist()
+        rows = self.tables.fetch_rows[:count].tolist()
+        self._copier.copy(bank, self.rows, list(zip(experts, rows, strict=True)))
 
-    def _load(self, bank: RowBank, loads: dict[int, int]) -> None:
-        self.counters.bytes += copy_rows(bank.rows, self.rows, loads.items())
-        self.counters.misses += len(loads)
+    def _queue(self) -> None:
+        """Put victims in order while the last layer computes, which needs none of it."""
+        self._is_queued = True
+        if self._side is None:
+            build_queue(self.tables)
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            build_queue(self.tables)
 
-    def _row_table(self, rows: dict[int, int]) -> torch.Tensor:
-        table = torch.full((self.num_experts + 1,), -1, dtype=torch.int64)
-        for expert, row in rows.items():
-            table[expert] = row
-        return table.to(self.rows.device)
+    def _grow(self, num_pairs: int) -> None:
+        self._retired.append(self.tables.pairs)
+        pairs = self.tables.pairs.new_zeros(num_pairs)
+        self.tables = replace(self.tables, pairs=pairs, max_pairs=num_pairs)
 
 
 class SlotExperts:
-    """The routed experts of one layer, computed from slots."""
+    """The routed experts of one layer. `gate`: a kind that kernels know, or a Python function."""
 
     def __init__(
         self,
         layer: int,
-        bank: RowBank,
         pool: SlotPool,
-        kernel: GroupedExperts,
-        gate: Gate,
+        ring: PassRing,
+        gate: GateKind | Gate,
         post_norm: PostNorm = None,
     ) -> None:
-        assert bank.layout == pool.layout, "all layers must have the pool's layout"
         self._layer = layer
-        self._bank = bank
         self._pool = pool
-        self._kernel = kernel
+        self._ring = ring
         self._gate = gate
         self._post_norm = post_norm
 
@@ -122,10 +144,10 @@ class SlotExperts:
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden: [T, C], ids and weights: [T, K] → [T, C]; ids outside [0, E) are skipped."""
-        num_experts = self._pool.num_experts
-        ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-        experts = [expert for expert in torch.unique(ids).tolist() if expert < num_experts]
-        find = self._pool.rows_in_pass if self._pool.in_pass else self._pool.rows_on_demand
-        rows = find(self._layer, self._bank, experts)[ids]
+        if self._ring.is_running:
+            views = self._ring.take(self._layer, ids)
+            routing = Routing(ids, weights)
+            return experts_in_pass(hidden, routing, views, self._gate, self._post_norm)
+        routing, groups = self._pool.load(self._layer, ids, weights)
         views = self._pool.views
-        return self._kernel(hidden, rows, weights, views, self._gate, self._post_norm)
+        return experts_on_demand(hidden, routing, groups, views, self._gate, self._post_norm)

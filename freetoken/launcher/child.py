@@ -19,11 +19,12 @@ MAX_READS = 16
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What to start. `can_restart`: the others do not mind if it ends and comes again."""
+    """What to start. `max_restarts`: so often within a minute it may end and come again; the
+    others go on meanwhile."""
 
     name: str
     argv: tuple[str, ...]
-    can_restart: bool = False
+    max_restarts: int = 0
 
 
 class Child:

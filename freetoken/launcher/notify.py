@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 from collections.abc import Mapping
+
+from freetoken.wire.service import send_notification
 
 
 class Notifier:
@@ -28,18 +28,7 @@ class Notifier:
         self._send("WATCHDOG=1")
 
     def _send(self, text: str) -> None:
-        """Best effort: a service manager that went away must not take the server with it."""
-        if not self._address:
-            return
-        address = self._address
-        if address.startswith("@"):  # an abstract socket
-            address = "\0" + address[1:]
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
-        ):
-            sender.settimeout(1)
-            sender.sendto(text.encode(), address)
+        send_notification(self._address, text)
 
 
 def _watchdog_s(environ: Mapping[str, str]) -> float | None:

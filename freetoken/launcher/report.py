@@ -18,6 +18,8 @@ from freetoken.wire.messages import Phase
 
 PROGRESS_S = 5.0
 REDRAW_S = 0.2
+MIN_SPEED_S = 0.5
+"""Health is asked ten times a second: the speed of less is noise."""
 CLEAR_LINE = "\r\x1b[2K"
 
 
@@ -29,7 +31,7 @@ class Report:
         self._err = err
         self._clock = clock
         self._is_terminal = out.isatty()
-        self._started_s = self._phase_s = self._drawn_s = clock()
+        self._started_s = self._phase_s = self._drawn_s = self._load_s = clock()
         self._phase: Phase | None = None
         self._loaded_bytes = 0
         self._drawn = ""
@@ -54,6 +56,8 @@ class Report:
             self._phase = health.phase
             self._phase_s = self._drawn_s = self._clock()
             self._loaded_bytes = 0
+        if not health.loaded_bytes and not self._loaded_bytes:
+            self._load_s = self._clock()
         self._loaded_bytes = health.loaded_bytes or self._loaded_bytes
         elapsed_s = self._clock() - self._drawn_s
         if elapsed_s < (REDRAW_S if self._is_terminal else PROGRESS_S):
@@ -62,7 +66,8 @@ class Report:
         seconds = self._clock() - self._phase_s
         done = ""
         if health.total_bytes and health.phase == Phase.LOADING:
-            done = f"{show_bytes(health.loaded_bytes)} of {show_bytes(health.total_bytes)}  "
+            share = f"{show_bytes(health.loaded_bytes)} of {show_bytes(health.total_bytes)}"
+            done = f"{share}{self._speed()}  "
         line = f"  {health.phase:<9} {seconds:6.1f} s  {done}{health.detail}".rstrip()
         if self._is_terminal:
             self._drawn = line
@@ -74,9 +79,18 @@ class Report:
         """Print the line of the phase that was under way, if any."""
         if self._phase is None or self._phase == Phase.READY:
             return
-        loaded = show_bytes(self._loaded_bytes) if self._phase == Phase.LOADING else ""
+        loaded = ""
+        if self._phase == Phase.LOADING:
+            loaded = show_bytes(self._loaded_bytes) + self._speed()
         self.step(self._phase, self._clock() - self._phase_s, loaded)
         self._phase = None
+
+    def _speed(self) -> str:
+        """Of loading so far; empty while too little has come to tell."""
+        seconds = self._clock() - self._load_s
+        if seconds < MIN_SPEED_S or not self._loaded_bytes:
+            return ""
+        return f"  {show_bytes(int(self._loaded_bytes / seconds))}/s"
 
     def ready(self, health: Health, text: str) -> None:
         self.end_phase()

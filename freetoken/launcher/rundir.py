@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from freetoken.errors import ConfigError
+from freetoken.wire.keeping import SOCKET_NAME
 from freetoken.wire.sockets import Endpoints, make_run_dir
 
 PREFIX = "freetoken-"
@@ -103,7 +104,7 @@ def write_private(path: Path, text: str) -> None:
 def _remove_contents(path: Path) -> None:
     for file in (
         *Endpoints.in_directory(path).paths(),
-        *(path / name for name in (CONFIG, LAUNCHER_LOCK)),
+        *(path / name for name in (CONFIG, SOCKET_NAME, LAUNCHER_LOCK)),
     ):
         file.unlink(missing_ok=True)
 

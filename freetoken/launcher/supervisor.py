@@ -1,9 +1,10 @@
 """The launcher's loop: start the rooms, pass on what they write, end them together.
 
-Who may end: a room that `can_restart` comes again, with growing pauses, while the others go on. The
-end of any other room is the end of the server: the rest go on for LINGER_S, so that clients get
+Who may end: a room with `max_restarts` comes again, with growing pauses, while the others go on.
+The end of any other room is the end of the server: the rest go on for LINGER_S, so that clients get
 their error and a 503 instead of a closed door, then all stop and the reason is raised. One thread,
-one select; health comes from another thread as a plain attribute.
+one select, which the keeper of the worker's banks shares; health comes from another thread as a
+plain attribute.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from freetoken import log
 from freetoken.errors import ConfigError, EngineError
 from freetoken.launcher.child import Child, Room
 from freetoken.launcher.health import Health
+from freetoken.launcher.keeper import Keeper
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report
 from freetoken.wire.messages import Phase
@@ -31,9 +33,9 @@ LINGER_S = 2.0
 STOP_S = 4.0
 """Children that have not ended then are killed, so that all is over within 5 s."""
 TICK_S = 0.1
-MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 FIRST_PAUSE_S = 0.1
+STARTING = (Phase.STARTING, Phase.LOADING, Phase.CHECKING)
 
 _log = log.get(__name__)
 
@@ -60,6 +62,7 @@ class Supervisor:
         describe: Callable[[Health], str],
         report: Report,
         notifier: Notifier,
+        keeper: Keeper | None = None,
     ) -> None:
         self._rooms = rooms
         self._env = env
@@ -67,6 +70,7 @@ class Supervisor:
         self._describe = describe
         self._report = report
         self._notifier = notifier
+        self._keeper = keeper
         self._children: dict[str, Child] = {}
         self._ends_s: dict[str, list[float]] = {}  # of rooms that were restarted
         self._due_s: dict[str, float] = {}  # when a room comes again
@@ -75,12 +79,15 @@ class Supervisor:
         self._has_been_ready = False
         self._status = ""
         self._pet_s = 0.0
+        self._down_s: float | None = None  # since when it is not ready, having been
         self._selector = selectors.DefaultSelector()
         self._lifeline, self._lifeline_end = os.pipe()
 
     def run(self) -> None:
         with self._handling_signals():
             try:
+                if self._keeper is not None:
+                    self._keeper.listen(self._selector)
                 for room in self._rooms:
                     self._start(room)
                 while not self._signals:
@@ -107,6 +114,8 @@ class Supervisor:
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, socket.socket):
                 key.data.recv(4096)  # a signal: noted by its handler
+            elif not isinstance(key.data, Child):
+                key.data()  # the keeper's
             elif not key.data.pump():
                 self._selector.unregister(key.fd)
                 key.data.close()
@@ -126,7 +135,7 @@ class Supervisor:
             reason, code = child.explain_end(), child.returncode
             if self._failure is not None:
                 continue  # the first reason is the real one
-            if child.room.can_restart and self._has_been_ready and code != ConfigError.exit_code:
+            if child.room.max_restarts and self._has_been_ready and code != ConfigError.exit_code:
                 self._plan_restart(child.room, reason, now_s)
                 continue
             _log.error(log.event("process.ended", reason=reason))
@@ -135,7 +144,7 @@ class Supervisor:
     def _plan_restart(self, room: Room, reason: str, now_s: float) -> None:
         ends_s = self._ends_s.setdefault(room.name, [])
         ends_s[:] = [at_s for at_s in ends_s if now_s - at_s < RESTART_WINDOW_S] + [now_s]
-        if len(ends_s) > MAX_RESTARTS:
+        if len(ends_s) > room.max_restarts:
             self._fail(f"{reason}; {len(ends_s)} times in {RESTART_WINDOW_S:.0f} s", 1, now_s)
             return
         pause_s = FIRST_PAUSE_S * 2 ** (len(ends_s) - 1)
@@ -172,6 +181,8 @@ class Supervisor:
             child.kill_group()
             child.wait(deadline_s + 1)
             self._forget(child)
+        if self._keeper is not None:
+            self._keeper.close()
         self._selector.close()
         os.close(self._lifeline)
         os.close(self._lifeline_end)
@@ -191,12 +202,25 @@ class Supervisor:
         if status != self._status and self._failure is None:
             self._status = status
             self._notifier.status(status)
+        self._note_recovery(health, now_s)
         self._pet(health, now_s)
 
+    def _note_recovery(self, health: Health | None, now_s: float) -> None:
+        """A line when the server is ready again, with the seconds that it was not."""
+        is_ready = health is not None and health.is_ready
+        if self._has_been_ready and not is_ready and self._down_s is None:
+            self._down_s = now_s
+        if is_ready and self._down_s is not None:
+            _log.info(log.event("server.ready_again", after_s=now_s - self._down_s))
+            self._down_s = None
+
     def _pet(self, health: Health | None, now_s: float) -> None:
-        """Signs of life while starting and while ready; a stalled server gives none."""
+        """Signs of life while it or a new worker starts and while ready; a stalled server gives
+        none."""
         interval_s = self._notifier.watchdog_s
-        is_well = not self._has_been_ready or (health is not None and health.is_ready)
+        is_well = not self._has_been_ready or (
+            health is not None and (health.is_ready or health.phase in STARTING)
+        )
         if interval_s is not None and is_well and now_s - self._pet_s >= interval_s:
             self._pet_s = now_s
             self._notifier.alive()

@@ -5,6 +5,7 @@ The loader and the self-check both build models here, so what is checked is what
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -14,12 +15,21 @@ from transformers import PreTrainedModel
 from freetoken.errors import ConfigError, EngineError
 from freetoken.experts.bank import ExpertBank, PackedBank, RowBank
 from freetoken.experts.inplace import InPlaceExperts
+from freetoken.experts.layout import ExpertLayout
 from freetoken.experts.slots import SlotExperts, SlotPool
+from freetoken.experts.stream import PassRing
+from freetoken.kernels.gates import recognise_gate
 from freetoken.kernels.prepacked import can_prepack
-from freetoken.kernels.reference import grouped_experts
-from freetoken.model.attention import PagedAttention, attach_attention
+from freetoken.model.attention import (
+    PagedAttention,
+    StepAttention,
+    attach_attention,
+    attend_for,
+)
 from freetoken.model.conversion import BankTarget, bank_targets
+from freetoken.model.device_attention import DeviceAttention
 from freetoken.model.experts import (
+    LayerExperts,
     attach_experts,
     experts_modules,
     gate_of,
@@ -27,13 +37,16 @@ from freetoken.model.experts import (
     plan_layout,
     post_norm_of,
 )
+from freetoken.model.joint import join_linears
 from freetoken.model.layers import speed_up_for_cpu
-from freetoken.model.passes import find_decoder_layers
+from freetoken.model.ops import Callees, seat_callees
 from freetoken.model.rope import fix_rope
-from freetoken.model.served import ServedModel
+from freetoken.model.served import ServedModel, SlotCache
 from freetoken.model.shape import ModelShape
 
 ExpertsMode = Literal["in-place", "slots"]
+MakeBank = Callable[[int, str, ExpertLayout, int], ExpertBank]
+"""(index among the layers with experts, module name, layout, number of experts) → the bank."""
 
 
 class Weights:
@@ -42,19 +55,19 @@ class Weights:
     The expert parameters of the model stay on meta.
     """
 
-    def __init__(self, model: PreTrainedModel, experts: ExpertsMode, device: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, experts: ExpertsMode, device: str, make_bank: MakeBank
+    ) -> None:
         self.banks: dict[str, ExpertBank] = {}
         self._model = model
         self._device = device
         self._transposed: dict[str, bool] = {}
         self._targets: dict[str, BankTarget] = {}
-        for name, module in experts_modules(model):
+        for layer, (name, module) in enumerate(experts_modules(model)):
             if experts == "in-place" and device != "cpu":
                 raise EngineError(f"experts in place run on the CPU only, not on {device}")
             layout = plan_layout(name, module)
-            packed = experts == "in-place" and can_prepack(layout.tensors[0].dtype)
-            form = PackedBank if packed else RowBank
-            self.banks[name] = form(layout, num_experts(module))
+            self.banks[name] = make_bank(layer, name, layout, num_experts(module))
             self._transposed[name] = bool(module.is_transposed)
         self._targets = bank_targets(model)
 
@@ -120,6 +133,17 @@ class Weights:
             raise EngineError(f"{type(model).__name__}: weights were never loaded: {left[:4]}")
 
 
+def own_banks(experts: ExpertsMode) -> MakeBank:
+    """Banks in memory of their own, in the form that `experts` computes from."""
+
+    def make(layer: int, name: str, layout: ExpertLayout, num_experts: int) -> ExpertBank:
+        if experts == "in-place" and can_prepack(layout.tensors[0].dtype):
+            return PackedBank(layout, num_experts)
+        return RowBank(layout, num_experts)
+
+    return make
+
+
 def assemble(
     model: PreTrainedModel,
     shape: ModelShape,
@@ -128,31 +152,61 @@ def assemble(
     device: str,
     num_slots: int | None,
     context_tokens: int,
+    overlap_passes: bool = True,
+    use_kernels: bool | None = None,
 ) -> ServedModel:
     """Put attention and experts in place; `weights` are finished.
 
     `num_slots`: of all layers together; None: experts are computed in place ·
-    `context_tokens`: the longest request that will be served.
+    `context_tokens`: the longest request that will be served · `overlap_passes`: copy a layer's
+    experts while the layer before computes · `use_kernels`: attention through
+    the kernels' interface, as on a GPU, where it is the default.
     """
+    on_cpu = device == "cpu"
     fix_rope(model, context_tokens)
-    attention = PagedAttention()
-    attach_attention(model, attention)
-    modules = [(weights.banks[name], module) for name, module in experts_modules(model)]
+    attention: StepAttention
+    attention = DeviceAttention() if (use_kernels or not on_cpu) else PagedAttention()
+    modules = [module for _, module in experts_modules(model)]
+    banks = [weights.banks[name] for name, _ in experts_modules(model)]
     in_place: list[InPlaceExperts] = []
-    pool = None
-    if modules and num_slots is not None:
-        pool = SlotPool(modules[0][0].layout, num_slots, shape.num_experts, device)
-    for layer, (bank, module) in enumerate(modules):
-        gate, norm = gate_of(module), post_norm_of(module)
-        if pool is None:
-            in_place.append(InPlaceExperts(bank, gate, norm))
-            attach_experts(module, in_place[-1])
-        else:
-            assert isinstance(bank, RowBank), "slots are filled from rows"
-            attach_experts(module, SlotExperts(layer, bank, pool, grouped_experts, gate, norm))
+    slots: SlotCache | None = None
+    routes: Sequence[LayerExperts]
+    if num_slots is None or not modules:
+        in_place = [
+            InPlaceExperts(bank, gate_of(module), post_norm_of(module))
+            for bank, module in zip(banks, modules, strict=True)
+        ]
+        routes = in_place
+    else:
+        slots = make_slots(banks, num_slots, device, overlap_passes)
+        routes = [_slot_experts(i, module, slots) for i, module in enumerate(modules)]
+    callees = Callees(attend_for(attention), routes)
+    make_seat = seat_callees(callees)
+    attach_attention(model, attention, make_seat)
+    for layer, module in enumerate(modules):
+        attach_experts(module, routes[layer], make_seat(layer))
     memory = [piece for experts in in_place for piece in experts.bank.memory()]
-    if device == "cpu":
+    if on_cpu:
         memory += speed_up_for_cpu(model, shape.dtype)
+    else:
+        join_linears(model)
     model.requires_grad_(False)
-    layers = find_decoder_layers(model)
-    return ServedModel(model, shape, attention, layers, in_place, pool, memory)
+    return ServedModel(model, shape, attention, callees, in_place, slots, memory)
+
+
+def make_slots(
+    banks: Sequence[ExpertBank], num_slots: int, device: str, overlap_passes: bool
+) -> SlotCache:
+    """Empty slots and the ring for passes."""
+    rows = [bank for bank in banks if isinstance(bank, RowBank)]
+    assert len(rows) == len(banks), "slots are filled from rows"
+    pool = SlotPool(rows, num_slots, device)
+    ring = PassRing(rows, pool.rows, pool.tables.slot_of, overlaps=overlap_passes)
+    return SlotCache(pool, ring)
+
+
+def _slot_experts(layer: int, module: nn.Module, slots: SlotCache) -> SlotExperts:
+    gate, layout = gate_of(module), slots.pool.layout
+    up = layout.tensor(layout.up)
+    kind = recognise_gate(gate, bool(module.has_gate), up.shape[0], up.dtype)
+    return SlotExperts(layer, slots.pool, slots.ring, kind or gate, post_norm_of(module))

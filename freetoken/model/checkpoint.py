@@ -1,21 +1,20 @@
 """A checkpoint directory: its config, its shards, and where each tensor lies.
 
-Reads config.json and the headers of safetensors files; tensor data only through `TensorReader`.
+Reads config.json and the headers of safetensors files; tensors.py reads what is in them.
 Whatever is wrong with the directory is said here, with the file's name, before anything is loaded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from freetoken.errors import ConfigError
@@ -28,19 +27,21 @@ FLOAT_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# An expert's tensors may lie in two shards, and a third is about to be closed.
-MAX_OPEN_SHARDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor of the checkpoint lies; `dtype` is safetensors' name for it."""
+    """Where a tensor of the checkpoint lies; `dtype` is safetensors' name for it.
+
+    `offset_bytes`: from the start of the file.
+    """
 
     key: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    offset_bytes: int
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -89,31 +90,20 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-class TensorReader:
-    """Reads tensors from shards, keeping at most MAX_OPEN_SHARDS mapped."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[Path, Any] = OrderedDict()
-
-    def read(self, stored: StoredTensor) -> torch.Tensor:
-        """The whole tensor, cpu; may be a view of the mapped file."""
-        return self._shard(stored.file).get_tensor(stored.key)  # type: ignore[no-any-return]
-
-    def read_rows(self, stored: StoredTensor, lo: int, hi: int) -> torch.Tensor:
-        """Rows `[lo, hi)` of the first dimension, cpu."""
-        return self._shard(stored.file).get_slice(stored.key)[lo:hi]  # type: ignore[no-any-return]
-
-    def _shard(self, file: Path) -> Any:
-        shard = self._open.pop(file, None)
-        if shard is None:
-            try:
-                shard = safe_open(file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"cannot read shard {file}: {error}") from error
-        self._open[file] = shard
-        if len(self._open) > MAX_OPEN_SHARDS:
-            self._open.popitem(last=False)
-        return shard
+def digest_files(path: Path) -> str:
+    """What the tensors depend on, as 64 hexadecimal digits, without reading them: the config, and
+    each shard's name, size, time of change and header. ConfigError as `list_tensors`."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in _shards(path):
+        try:
+            info = file.stat()
+            with file.open("rb") as stream:
+                (header_bytes,) = struct.unpack("<Q", stream.read(8))
+                header = stream.read(min(header_bytes, info.st_size))
+        except (OSError, struct.error) as error:
+            raise ConfigError(f"cannot read shard {file}: {error}") from error
+        digest.update(f"{file.name} {info.st_size} {info.st_mtime_ns}\n".encode() + header)
+    return digest.hexdigest()
 
 
 def _shards(path: Path) -> list[Path]:
@@ -152,7 +142,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 continue
             lo, hi = entry["data_offsets"]
             data_bytes = max(data_bytes, hi)
-            tensors[key] = StoredTensor(key, file, entry["dtype"], tuple(entry["shape"]), hi - lo)
+            tensors[key] = StoredTensor(
+                key, file, entry["dtype"], tuple(entry["shape"]), hi - lo, 8 + header_bytes + lo
+            )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"shard {file} is not a safetensors file or is damaged") from error
     expected = 8 + header_bytes + data_bytes

@@ -41,7 +41,10 @@ class StepContext:
     """One forward.
 
     positions: [T] int64 · rows: [T] int64, the row id of each token ·
-    page_table: [R, max_pages] int32, pages of a row in order of position.
+    page_table: [R, max_pages] int32, pages of a row in order of position · num_tokens: [1] int32 on
+    the device, tokens from there on are padding: they write to the sentinel page, route to no
+    expert, and their results mean nothing; None when there are none. On a GPU an on-demand step
+    reads tensors only, never `segments`: those may be empty there.
     """
 
     positions: torch.Tensor
@@ -49,3 +52,4 @@ class StepContext:
     page_table: torch.Tensor
     segments: tuple[Segment, ...]
     pools: KvPools
+    num_tokens: torch.Tensor | None = None

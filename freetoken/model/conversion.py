@@ -23,8 +23,9 @@ from transformers.core_model_loading import (
 )
 
 from freetoken.errors import ConfigError
-from freetoken.model.checkpoint import FLOAT_DTYPES, StoredTensor, TensorReader
+from freetoken.model.checkpoint import FLOAT_DTYPES, StoredTensor
 from freetoken.model.experts import bank_parameters, experts_modules, num_experts
+from freetoken.model.tensors import TensorReader
 
 # Old checkpoints carry these; the model computes them.
 IGNORED_KEYS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -114,10 +115,7 @@ def read_sources(
 ) -> dict[str, list[torch.Tensor]]:
     """The task's source tensors in `dtype`; `rows`: only these of the first dimension."""
     return {
-        pattern: [
-            (reader.read(s) if rows is None else reader.read_rows(s, *rows)).to(dtype)
-            for s in group
-        ]
+        pattern: [reader.read(stored, rows).to(dtype) for stored in group]
         for pattern, group in task.sources.items()
     }
 

@@ -7,7 +7,7 @@ or transposed, with a norm after each expert or without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -17,9 +17,11 @@ from transformers.integrations.moe import ExpertsInterface
 from freetoken.errors import EngineError
 from freetoken.experts.layout import ExpertLayout
 from freetoken.kernels.ops import Gate, PostNorm
+from freetoken.model import ops
 
 EXPERTS = "freetoken"
 EXPERTS_ATTRIBUTE = "freetoken_experts"
+SEAT_ATTRIBUTE = "freetoken_experts_seat"
 
 
 class LayerExperts(Protocol):
@@ -42,13 +44,21 @@ def experts_forward(
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
     """hidden_states: [T, C], top_k_index, top_k_weights: [T, K] → [T, C]."""
+    if torch.compiler.is_compiling():
+        seat = getattr(module, SEAT_ATTRIBUTE)
+        out = ops.experts(hidden_states, top_k_index, top_k_weights, seat)
+        return cast(torch.Tensor, out)
     layer = cast(LayerExperts, getattr(module, EXPERTS_ATTRIBUTE))
     return layer(hidden_states, top_k_index, top_k_weights)
 
 
-def attach_experts(module: nn.Module, layer: LayerExperts) -> None:
-    """Let `layer` compute this module's experts."""
+def attach_experts(
+    module: nn.Module, layer: LayerExperts, seat: torch.Tensor | None = None
+) -> None:
+    """Let `layer` compute this module's experts. `seat`: see model/ops.py."""
     setattr(module, EXPERTS_ATTRIBUTE, layer)
+    if seat is not None:
+        setattr(module, SEAT_ATTRIBUTE, seat)
 
 
 def is_experts_module(module: nn.Module) -> bool:
@@ -61,6 +71,13 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if is_experts_module(module):
             yield name, module
+
+
+def number_moe_layers(layers: Sequence[nn.Module]) -> list[int | None]:
+    """For each decoder layer the number of its experts module among all, None if it has none."""
+    counts = [sum(map(is_experts_module, layer.modules())) for layer in layers]
+    assert max(counts) <= 1, "a decoder layer with several experts modules"
+    return [sum(counts[:i]) if count else None for i, count in enumerate(counts)]
 
 
 def bank_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

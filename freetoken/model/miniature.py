@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from freetoken.model.build import build_meta_model
-from freetoken.model.passes import find_decoder_layers
+from freetoken.model.decoder import find_decoder_layers
 
 VOCAB_SIZE = 128
 HIDDEN_SIZE = 64

@@ -1,101 +1,140 @@
 """Passes: all chunks of a step through one decoder layer, then all through the next.
 
-During a pass each decoder layer in the model's ModuleList is replaced by a ChunkedLayer. With k/v
-in pages this is exact: a chunk finds its predecessors' k/v in the pools. Temporaries are
-chunk-sized; only the residual [1, T, C] and the layers' common arguments have all tokens.
+The model that runs passes has a ChunkedLayer in place of each decoder layer. With k/v in pages this
+is exact: a chunk finds its predecessors' k/v in the pools. Temporaries are chunk-sized; only the
+residual [1, T, C] and the layers' common arguments have all tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from freetoken.errors import ConfigError
-from freetoken.model.attention import PagedAttention
+from freetoken.model.attention import StepAttention
 from freetoken.model.context import StepContext
-from freetoken.model.step import StepIndex, cut_context
+from freetoken.model.decoder import LayerProxy, with_layers
+from freetoken.model.step import cut_context
+
+
+class PassExperts(Protocol):
+    """The experts of a pass, which must be there before a layer computes (experts.slots)."""
+
+    def begin_pass(self) -> None: ...
+
+    def enter_layer(self, layer: int) -> None:
+        """The chunks of the layer with experts number `layer` come next."""
+
+    def pause_pass(self) -> None:
+        """On-demand steps may follow."""
+
+    def resume_pass(self) -> None: ...
+
+    def end_pass(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[lo, hi)` of the flat batch and their own index."""
+    """Tokens `[lo, hi)` of the flat batch and what attention knows of them."""
 
     lo: int
     hi: int
-    index: StepIndex
+    step: object
 
 
-def cut_chunks(context: StepContext, chunk_tokens: int) -> list[Chunk]:
+def cut_chunks(context: StepContext, chunk_tokens: int, attention: StepAttention) -> list[Chunk]:
     """Cut a step into chunks of at most `chunk_tokens` tokens."""
     assert chunk_tokens >= 1
     num_tokens = len(context.positions)
     bounds = [(lo, min(lo + chunk_tokens, num_tokens)) for lo in range(0, num_tokens, chunk_tokens)]
-    return [Chunk(lo, hi, StepIndex(cut_context(context, lo, hi))) for lo, hi in bounds]
+    return [Chunk(lo, hi, attention.plan_chunk(cut_context(context, lo, hi))) for lo, hi in bounds]
 
 
-def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers; ConfigError if there is not exactly one."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    found = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and name.rpartition(".")[2] == "layers"
-        and len(module) == num_layers
-    ]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(found)} lists of {num_layers} decoder layers, "
-            "expected one"
-        )
-    return found[0]
+class PassRun:
+    """The pass that a model's ChunkedLayers run now.
 
-
-@contextmanager
-def chunked_layers(
-    layers: nn.ModuleList, chunks: Sequence[Chunk], attention: PagedAttention
-) -> Iterator[None]:
-    """Within the context, every layer of `layers` runs its tokens chunk by chunk."""
-    plain = list(layers)
-    try:
-        for i, layer in enumerate(plain):
-            layers[i] = ChunkedLayer(layer, chunks, attention)
-        yield
-    finally:
-        for i, layer in enumerate(plain):
-            layers[i] = layer
-
-
-class ChunkedLayer(nn.Module):
-    """A decoder layer called once per chunk; its other attributes are the layer's."""
+    `moe_layers`: which experts each decoder layer has, if any · `before_layer` is called before
+    each layer and may return much later, when other steps have run.
+    """
 
     def __init__(
-        self, layer: nn.Module, chunks: Sequence[Chunk], attention: PagedAttention
+        self,
+        chunks: Sequence[Chunk],
+        attention: StepAttention,
+        experts: PassExperts | None,
+        moe_layers: Sequence[int | None],
+        before_layer: Callable[[], None],
     ) -> None:
-        super().__init__()
-        self._layer = layer
-        self._chunks = chunks
+        self.chunks = chunks
         self._attention = attention
+        self._experts = experts
+        self._moe_layers = moe_layers
+        self._before_layer = before_layer
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("_layer"), name)
+    def begin(self) -> None:
+        if self._experts is not None:
+            self._experts.begin_pass()
+
+    def enter_layer(self, layer: int) -> None:
+        self._before_layer()
+        number = self._moe_layers[layer]
+        if self._experts is not None and number is not None:
+            self._experts.enter_layer(number)
+
+    def enter_chunk(self, chunk: Chunk) -> None:
+        self._attention.set_step(chunk.step)
+
+    def pause(self) -> None:
+        self._attention.set_step(None)
+        if self._experts is not None:
+            self._experts.pause_pass()
+
+    def resume(self) -> None:
+        if self._experts is not None:
+            self._experts.resume_pass()
+
+    def end(self) -> None:
+        self._attention.set_step(None)
+        if self._experts is not None:
+            self._experts.end_pass()
+
+
+class PassSeat:
+    """Where a model's ChunkedLayers find their pass; one at a time."""
+
+    def __init__(self) -> None:
+        self.run: PassRun | None = None
+
+
+def chunked_model(
+    model: PreTrainedModel, layers: Sequence[nn.Module], seat: PassSeat
+) -> PreTrainedModel:
+    """A second model object whose decoder layers run `layers` in chunks, for passes."""
+    return with_layers(model, [ChunkedLayer(layer, i, seat) for i, layer in enumerate(layers)])
+
+
+class ChunkedLayer(LayerProxy):
+    """A decoder layer called once per chunk."""
+
+    def __init__(self, layer: nn.Module, number: int, seat: PassSeat) -> None:
+        super().__init__(layer)
+        self._number = number
+        self._seat = seat
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden: [1, T, C]; every argument with T as its second dimension is cut alike."""
+        run = self._seat.run
+        assert run is not None, "a chunked layer runs outside a pass"
+        run.enter_layer(self._number)
         num_tokens = hidden.shape[1]
         out = torch.empty_like(hidden)
         rest: tuple[Any, ...] | None = None
-        for chunk in self._chunks:
-            self._attention.set_step(chunk.index)
+        for chunk in run.chunks:
+            run.enter_chunk(chunk)
             cut = _Cut(num_tokens, chunk.lo, chunk.hi)
             result = self._layer(
                 cut(hidden),
@@ -118,6 +157,9 @@ class _Cut:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dim() >= 2 and value.shape[1] == self.num_tokens:
+                if value.shape[0] == 1:
+                    # With the strides of a tensor of its own, as compiled layers expect them.
+                    return value[0, self.lo : self.hi][None]
                 return value[:, self.lo : self.hi]
             if value.dim() == 1 and value.shape[0] == self.num_tokens:
                 return value[self.lo : self.hi]

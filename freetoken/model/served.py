@@ -6,21 +6,27 @@ worker's paged pools. Not thread-safe; the worker's step loop is the only caller
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from freetoken.experts.inplace import InPlaceExperts
-from freetoken.experts.slots import SlotCounters, SlotPool
+from freetoken.experts.slots import SlotPool
+from freetoken.experts.stream import PassRing
 from freetoken.kernels.hugepages import MemoryRange
-from freetoken.model.attention import PagedAttention
+from freetoken.model.attention import StepAttention
+from freetoken.model.compile import compiled_layers
 from freetoken.model.context import StepContext
-from freetoken.model.passes import chunked_layers, cut_chunks
+from freetoken.model.decoder import find_decoder_layers, with_layers
+from freetoken.model.experts import number_moe_layers
+from freetoken.model.open_pass import BeforeLayer, OpenPass
+from freetoken.model.ops import Callees
+from freetoken.model.passes import PassRun, PassSeat, chunked_model, cut_chunks
 from freetoken.model.shape import ModelShape
-from freetoken.model.step import StepIndex
+from freetoken.model.step import cut_padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +44,52 @@ class ExpertCounters:
     distinct_experts: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SlotCache:
+    """The slots of a model, and what its passes stream through."""
+
+    pool: SlotPool
+    ring: PassRing
+
+
 class ServedModel:
     """Runs forwards; logits come back as float32.
 
-    `memory`: where the weights lie that each step reads on the CPU.
+    `memory`: where the weights lie that each step reads on the CPU · `device`: where the tensors of
+    a step must be.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         shape: ModelShape,
-        attention: PagedAttention,
-        layers: nn.ModuleList,
+        attention: StepAttention,
+        callees: Callees,
         in_place: Sequence[InPlaceExperts],
-        pool: SlotPool | None,
+        slots: SlotCache | None,
         memory: Sequence[MemoryRange],
     ) -> None:
+        """`callees`: kept here for the operators that layers call."""
         self.shape = shape
-        self._model = model
-        self._attention = attention
-        self._layers = layers
-        self._in_place = in_place
-        self._pool = pool
         self.memory = memory
+        self.device: torch.device = model.device
+        self._plain = self._model = model
+        self._attention = attention
+        self._callees = callees
+        self._in_place = in_place
+        self._slots = slots
+        self._ring = None if slots is None else slots.ring
+        self._taken = [0, 0, 0, 0]
+        self._taken_distinct = 0
+        self._layers = list(find_decoder_layers(model))
+        self._moe_layers = number_moe_layers(self._layers)
+        self._seat = PassSeat()
+        self._pass_model = chunked_model(model, self._layers, self._seat)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers; a pass can be left between them."""
+        return len(self._layers)
 
     @torch.inference_mode()
     def forward(
@@ -72,11 +101,17 @@ class ServedModel:
         Writes k/v of all T tokens to the context's pools. What slots of other rows hold, even
         infinities, has no influence.
         """
-        self._attention.set_step(StepIndex(context))
+        if context.num_tokens is not None and not self._attention.takes_padding:
+            ids, context, logits_at = cut_padding(ids, context, logits_at)
+        self._attention.set_step(self._attention.plan_step(context))
+        if self._slots is not None:
+            self._slots.pool.begin_step(context.num_tokens)
         try:
-            return self._run(ids, context, logits_at)
+            return self._run(self._model, ids, context, logits_at)
         finally:
             self._attention.set_step(None)
+            if self._slots is not None:
+                self._slots.pool.end_step()
 
     @torch.inference_mode()
     def forward_pass(
@@ -84,30 +119,120 @@ class ServedModel:
     ) -> torch.Tensor:
         """One pass: like `forward`, layer by layer in chunks of `chunk_tokens` tokens.
 
-        Each expert that is not in a slot is loaded once, whatever the number of chunks.
+        Each expert that is not in a slot is loaded once, whatever the number of chunks. For a pass
+        that nothing interrupts, in the caller's thread.
         """
-        chunks = cut_chunks(context, chunk_tokens)
-        if self._pool is not None:
-            self._pool.begin_pass()
+        run = self._make_run(context, chunk_tokens, lambda: None)
         try:
-            with chunked_layers(self._layers, chunks, self._attention):
-                return self._run(ids, context, logits_at)
+            run.begin()
+            return self._run(self._pass_model, ids, context, logits_at)
         finally:
-            self._attention.set_step(None)
-            if self._pool is not None:
-                self._pool.end_pass()
+            run.end()
+            self._seat.run = None
 
-    def take_counters(self) -> ExpertCounters:
-        """Counters since the last call."""
-        if self._pool is not None:
-            counters, self._pool.counters = self._pool.counters, SlotCounters()
-            return ExpertCounters(counters.hits, counters.misses, counters.bytes, counters.distinct)
-        return ExpertCounters(distinct_experts=sum(e.take_distinct() for e in self._in_place))
+    @torch.inference_mode()
+    def start_pass(
+        self, ids: torch.Tensor, context: StepContext, logits_at: torch.Tensor, chunk_tokens: int
+    ) -> OpenPass:
+        """A pass that runs as far as it is advanced; between its layers `forward` may be called.
+
+        One at a time: it must be done or closed before the next pass. Nothing runs yet.
+        """
+
+        def make_run(before_layer: BeforeLayer) -> PassRun:
+            return self._make_run(context, chunk_tokens, before_layer)
+
+        def forward() -> torch.Tensor:
+            return self._run(self._pass_model, ids, context, logits_at)
+
+        def ended() -> None:
+            self._seat.run = None
+
+        return OpenPass(make_run, forward, self.device, ended)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether `forward` may be captured in a CUDA graph: nothing in it waits for the device."""
+        is_pinned = self._slots is None or self._slots.pool.is_pinned
+        return self.device.type == "cuda" and is_pinned
+
+    @property
+    def counters(self) -> torch.Tensor | None:
+        """[4] int64 on the device, of all on-demand steps so far: hits, misses, distinct experts,
+        bypassed (misses without a slot). Changes with every forward; None with experts in place."""
+        return None if self._slots is None else self._slots.pool.tables.counters
+
+    @property
+    def bank_rows(self) -> torch.Tensor | None:
+        """[E, row_bytes] uint8 cpu, the experts of the first layer that has any; None without
+        slots."""
+        return None if self._slots is None else self._slots.pool.banks[0].rows
+
+    def resize_slots(self, num_slots: int) -> None:
+        """Another number of slots, all empty. Before any forward is captured; no pass is open."""
+        assert self._slots is not None
+        assert self._seat.run is None, "a pass is open"
+        pool, ring = self._slots.pool, self._slots.ring
+        # Nothing may hold on to the old memory.
+        ring.follow(pool.rows.new_empty(0), pool.tables.slot_of.new_empty(0))
+        pool.resize(num_slots)
+        ring.follow(pool.rows, pool.tables.slot_of)
+        self._taken = [0, 0, 0, 0]
+
+    def take_counters(self, on_demand: Sequence[int] | None = None) -> ExpertCounters:
+        """Counters since the last call.
+
+        `on_demand`: what the caller read from `counters`; without it they are read here, which
+        waits for the device, as it does after a pass.
+        """
+        if self._slots is None:
+            return ExpertCounters(distinct_experts=sum(e.take_distinct() for e in self._in_place))
+        pool, ring = self._slots.pool, self._slots.ring
+        now = list(on_demand) if on_demand is not None else pool.tables.counters.tolist()
+        hits, misses, distinct, _ = (n - old for n, old in zip(now, self._taken, strict=True))
+        self._taken = now
+        if ring.hits or ring.misses:
+            in_passes = int(ring.distinct)
+            distinct += in_passes - self._taken_distinct
+            self._taken_distinct = in_passes
+            hits, misses = hits + ring.hits, misses + ring.misses
+            ring.hits = ring.misses = 0
+        return ExpertCounters(hits, misses, misses * pool.layout.row_bytes, distinct)
+
+    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Run decoder layers as compiled code, made when a number of tokens first needs it.
+
+        To be called before a forward is captured. `backend`: one of torch.compile's.
+        """
+        assert self._seat.run is None, "a pass is open"
+        layers = compiled_layers(self._layers, backend)
+        self._model = with_layers(self._plain, layers)
+        self._pass_model = chunked_model(self._plain, layers, self._seat)
+
+    def run_eagerly(self) -> None:
+        """Run layers as they are, as before `compile`."""
+        assert self._seat.run is None, "a pass is open"
+        self._model = self._plain
+        self._pass_model = chunked_model(self._plain, self._layers, self._seat)
+
+    def _make_run(
+        self, context: StepContext, chunk_tokens: int, before_layer: BeforeLayer
+    ) -> PassRun:
+        assert self._seat.run is None, "a pass is open"
+        chunks = cut_chunks(context, chunk_tokens, self._attention)
+        run = self._seat.run = PassRun(
+            chunks, self._attention, self._ring, self._moe_layers, before_layer
+        )
+        return run
 
     def _run(
-        self, ids: torch.Tensor, context: StepContext, logits_at: torch.Tensor
+        self,
+        model: PreTrainedModel,
+        ids: torch.Tensor,
+        context: StepContext,
+        logits_at: torch.Tensor,
     ) -> torch.Tensor:
-        output = self._model(
+        output = model(
             input_ids=ids[None],
             position_ids=context.positions[None],
             use_cache=False,

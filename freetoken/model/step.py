@@ -7,7 +7,7 @@ time of a forward. The worker knows none of this.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -92,13 +92,28 @@ def cut_context(context: StepContext, lo: int, hi: int) -> StepContext:
     )
 
 
+def cut_padding(
+    ids: torch.Tensor, context: StepContext, logits_at: torch.Tensor
+) -> tuple[torch.Tensor, StepContext, torch.Tensor]:
+    """A padded step without its padding: where shapes are free, there is no use for it.
+
+    Waits for the device. Logits that are asked of padding become those of the last token.
+    """
+    assert context.num_tokens is not None
+    end = int(context.num_tokens)
+    cut = replace(
+        context, positions=context.positions[:end], rows=context.rows[:end], num_tokens=None
+    )
+    return ids[:end], cut, logits_at.clamp(max=end - 1)
+
+
 def _plan(context: StepContext, window: int | None, dtype: torch.dtype) -> AttentionPlan:
     groups: dict[int, list[Segment]] = {}
     extends = []
     for segment in context.segments:
         if segment.length == 1:
             # Rows are padded to the longest of their group: a group spans a factor of two.
-            num_keys = _end(segment) - _first_key(segment, window)
+            num_keys = seq_len(segment) - first_key(segment, window)
             groups.setdefault(num_keys.bit_length(), []).append(segment)
         else:
             extends.append(_plan_extend(context, segment, window, dtype))
@@ -112,17 +127,18 @@ def _plan(context: StepContext, window: int | None, dtype: torch.dtype) -> Atten
 
 def _cut_group(segments: list[Segment], window: int | None) -> Iterator[list[Segment]]:
     """Parts of a group of decode rows that gather at most MAX_GATHERED_KEYS with padding."""
-    longest = max(_end(segment) - _first_key(segment, window) for segment in segments)
+    longest = max(seq_len(segment) - first_key(segment, window) for segment in segments)
     count = max(1, MAX_GATHERED_KEYS // longest)
     for first in range(0, len(segments), count):
         yield segments[first : first + count]
 
 
-def _end(segment: Segment) -> int:
+def seq_len(segment: Segment) -> int:
+    """Tokens of the segment's row after the step."""
     return segment.cached_len + segment.length
 
 
-def _first_key(segment: Segment, window: int | None) -> int:
+def first_key(segment: Segment, window: int | None) -> int:
     """The oldest position that the segment's first token attends to."""
     return 0 if window is None else max(0, segment.cached_len + 1 - window)
 
@@ -138,13 +154,13 @@ def _plan_decode(
         tokens = torch.tensor(starts, device=context.positions.device)
     if len(segments) == 1:
         segment = segments[0]
-        slots = _row_slots(context, segment, _first_key(segment, window))
+        slots = _row_slots(context, segment, first_key(segment, window))
         if not isinstance(slots, slice):
             slots = slots[None]
         return DecodeGroup(tokens, 1, slots, None)
     device = context.page_table.device
-    firsts = [_first_key(segment, window) for segment in segments]
-    lengths = [_end(segment) - first for segment, first in zip(segments, firsts, strict=True)]
+    firsts = [first_key(segment, window) for segment in segments]
+    lengths = [seq_len(segment) - first for segment, first in zip(segments, firsts, strict=True)]
     row_ids = torch.tensor([segment.row_id for segment in segments], device=device)[:, None]
     first = torch.tensor(firsts, device=device)[:, None]
     length = torch.tensor(lengths, device=device)[:, None]
@@ -159,7 +175,7 @@ def _plan_decode(
 def _plan_extend(
     context: StepContext, segment: Segment, window: int | None, dtype: torch.dtype
 ) -> ExtendGroup:
-    first, end = _first_key(segment, window), _end(segment)
+    first, end = first_key(segment, window), seq_len(segment)
     slots = None if segment.cached_len == 0 else _row_slots(context, segment, first)
     bias = None
     if segment.cached_len or (window is not None and window < end):
@@ -175,7 +191,7 @@ def _plan_extend(
 
 def _row_slots(context: StepContext, segment: Segment, first: int) -> slice | torch.Tensor:
     """Slots of positions `[first, end)` of one row: a slice if its pages lie side by side."""
-    size, end = context.pools.page_size, _end(segment)
+    size, end = context.pools.page_size, seq_len(segment)
     first_page = first // size
     pages = context.page_table[segment.row_id, first_page : (end - 1) // size + 1]
     # On a GPU looking at the pages would synchronise; the gather is cheap there.

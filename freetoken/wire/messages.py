@@ -22,7 +22,7 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of a message; checked in Hello."""
 
 
@@ -216,7 +216,17 @@ class StepPlan(_Message, frozen=True):
     """One step. Order: forget rows, copy pages, start rows, add pages, forward, sample.
 
     A decode row's input is the token sampled last for it, which the worker still holds; its
-    position is `decode_positions[i]`. Layers are half-open; (0, 0) means all.
+    position is `decode_positions[i]`.
+
+    `layers` (0, 0): all, in one step. A pass may instead be cut into parts at layers of the
+    scheduler's choice: part `[lo, hi)` runs those decoder layers for all tokens of the pass and
+    pauses before layer `hi`; the part with `hi` = `WorkerReady.num_layers` is the last.
+    * Each part is a plan with a step id and a result of its own. Only the last one's has tokens.
+    * The first part, `lo` = 0, brings the extends. The next ones repeat them with empty
+      `token_ids`, and begin where the part before ended.
+    * One pass is open at a time. On-demand steps without its rows may come between its parts.
+    * To forget one of its rows ends an open pass unfinished; its other rows are void from then on,
+      as they are when a part fails.
     """
 
     step_id: int
@@ -253,6 +263,7 @@ class WorkerReady(_Message, frozen=True):
     window: int  # W: the longest sequence the model takes
     context_tokens: int  # N = min(W, usable pool tokens): what one request may use
     vocab_size: int
+    num_layers: int  # decoder layers, between which a pass may pause
     max_step_tokens: int  # extend tokens in one on-demand step
     max_pass_tokens: int  # extend tokens in one pass
     max_on_demand_tokens: int | None  # a step with more extend tokens is a pass; None: never

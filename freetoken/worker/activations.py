@@ -1,4 +1,4 @@
-"""A bound on the memory that one step needs beside weights and k/v.
+"""A bound on the memory that one step on the CPU needs beside weights and k/v.
 
 An upper bound, not an estimate: tensors that never live at the same time are added up, and all
 intermediate numbers are counted in float32. Per token of a step and layer: the residual and its
@@ -36,18 +36,10 @@ class StepSizes:
 
 def price_activations(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
     """Bytes by name: `activations`, `decode_gather`, `sampling`, and `scores`, `pass` if needed."""
-    expert_width = FFN_COPIES * sizes.expert_width + 2 * sizes.hidden_size
-    widths = (
-        RESIDUAL_COPIES * sizes.hidden_size
-        + HEAD_COPIES * sizes.query_width
-        + KV_COPIES * max(sizes.kv_widths)
-        + max(FFN_COPIES * sizes.ffn_width, sizes.top_k * expert_width)
-        + ROUTER_COPIES * sizes.num_experts
-    )
     prices = {
-        "activations": step.num_tokens * widths * FLOAT_BYTES,
+        "activations": step.num_tokens * price_token(sizes),
         "decode_gather": sizes.max_gathered_keys * (_price_key(sizes) + INDEX_BYTES),
-        "sampling": step.num_rows * sizes.vocab_size * (LOGIT_COPIES * FLOAT_BYTES + COUNT_BYTES),
+        "sampling": price_sampling(sizes, step.num_rows),
     }
     if sizes.max_scores:
         prices["scores"] = sizes.max_scores * SCORE_COPIES * FLOAT_BYTES
@@ -56,6 +48,24 @@ def price_activations(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
         residuals = 2 * sizes.hidden_size * sizes.element_bytes
         prices["pass"] = step.num_pass_tokens * (residuals + ids_and_positions)
     return prices
+
+
+def price_token(sizes: ModelSizes) -> int:
+    """Bytes of one token's temporaries in the widest layer, all in float32."""
+    expert_width = FFN_COPIES * sizes.expert_width + 2 * sizes.hidden_size
+    widths = (
+        RESIDUAL_COPIES * sizes.hidden_size
+        + HEAD_COPIES * sizes.query_width
+        + KV_COPIES * max(sizes.kv_widths)
+        + max(FFN_COPIES * sizes.ffn_width, sizes.top_k * expert_width)
+        + ROUTER_COPIES * sizes.num_experts
+    )
+    return widths * FLOAT_BYTES
+
+
+def price_sampling(sizes: ModelSizes, num_rows: int) -> int:
+    """Bytes of the logits of `num_rows` rows and of what the sampler makes of them."""
+    return num_rows * sizes.vocab_size * (LOGIT_COPIES * FLOAT_BYTES + COUNT_BYTES)
 
 
 def price_reach(sizes: ModelSizes, num_tokens: int) -> int:

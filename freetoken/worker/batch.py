@@ -11,6 +11,7 @@ from torch import Tensor
 
 from freetoken.model.context import KvPools, Segment, StepContext
 from freetoken.worker.rows import Part, Rows, Work
+from freetoken.worker.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +23,24 @@ class Batch:
     logits_at: Tensor
 
 
+def segments_of(work: Work) -> tuple[Segment, ...]:
+    """Where each row's tokens lie in the flat batch: the extends in order, then the decode rows."""
+    segments, start = [], 0
+    for part in work.extends:
+        segments.append(Segment(part.row_id, start, len(part.token_ids), part.cached_len))
+        start += len(part.token_ids)
+    decode = zip(work.decode_rows.tolist(), work.decode_positions.tolist(), strict=True)
+    segments += [
+        Segment(row_id, at, 1, position) for at, (row_id, position) in enumerate(decode, start)
+    ]
+    return tuple(segments)
+
+
 def assemble(work: Work, rows: Rows, pools: KvPools) -> Batch:
     """One flat batch: the extends in order, then the decode rows, each row one segment."""
     device = rows.last_tokens.device
-    segments, last_at, start = [], [], 0
-    for part in work.extends:
-        length = len(part.token_ids)
-        segments.append(Segment(part.row_id, start, length, part.cached_len))
-        start += length
-        if part.is_last:
-            last_at.append(start - 1)
-    num_extend = start
-    decode = zip(work.decode_rows.tolist(), work.decode_positions.tolist(), strict=True)
-    for row_id, position in decode:
-        segments.append(Segment(row_id, start, 1, position))
-        start += 1
-    num_decode = start - num_extend
+    segments = segments_of(work)
+    num_extend = work.num_extend_tokens
     parts = work.extends
     row_ids = np.concatenate(
         [np.full(len(part.token_ids), part.row_id, np.int64) for part in parts] + [work.decode_rows]
@@ -46,20 +49,31 @@ def assemble(work: Work, rows: Rows, pools: KvPools) -> Batch:
         [np.arange(part.cached_len, part.cached_len + len(part.token_ids)) for part in parts]
         + [work.decode_positions]
     )
-    ids = torch.empty(start, dtype=torch.int64, device=device)
+    ids = torch.empty(work.num_tokens, dtype=torch.int64, device=device)
     if num_extend:
-        ids[:num_extend] = torch.from_numpy(np.concatenate([part.token_ids for part in parts]))
-    if num_decode:
-        ids[num_extend:] = rows.last_tokens[torch.from_numpy(work.decode_rows).to(device)]
-    at = np.concatenate([np.array(last_at, np.int64), np.arange(num_extend, start)])
+        given = np.concatenate([part.token_ids for part in parts])
+        ids[:num_extend] = to_device(given, device)
+    if len(work.decode_rows):
+        ids[num_extend:] = rows.last_tokens[to_device(work.decode_rows, device)]
+    last = [
+        segment.start + segment.length - 1
+        for segment, part in zip(segments, parts, strict=False)
+        if part.is_last
+    ]
+    at = np.concatenate([np.array(last, np.int64), np.arange(num_extend, work.num_tokens)])
     context = StepContext(
-        positions=torch.from_numpy(positions).to(device),
-        rows=torch.from_numpy(row_ids).to(device),
+        positions=to_device(positions, device),
+        rows=to_device(row_ids, device),
         page_table=rows.pages.device,
-        segments=tuple(segments),
+        segments=segments,
         pools=pools,
     )
-    return Batch(ids, context, torch.from_numpy(at).to(device))
+    return Batch(ids, context, to_device(at, device))
+
+
+def pieces_of(work: Work, max_tokens: int) -> list[Work]:
+    """The work itself if it is small enough, else split."""
+    return [work] if work.num_tokens <= max_tokens else list(split(work, max_tokens))
 
 
 def split(work: Work, max_tokens: int) -> Iterator[Work]:

@@ -1,17 +1,26 @@
-"""How much host memory the worker may take: free RAM, or less if a cgroup says so.
+"""How much memory the worker may take: of the host's, or less if a cgroup says so; of a GPU's.
 
-Called at start, before anything is loaded.
+Called at start, before anything is loaded. Importing it loads no torch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    import torch
 
 MARGIN_RATE = 0.05
 """Share of the free memory left to allocator fragmentation and to the other processes."""
 MIN_MARGIN_BYTES = 128 << 20
+GPU_MARGIN_RATE = 0.02
+"""Share of a GPU's free memory left to the holes between the allocator's blocks."""
+MIN_GPU_MARGIN_BYTES = 256 << 20
+GPU_CONTEXT_BYTES = 512 << 20
+"""What CUDA keeps for a process before its first tensor, where it cannot be measured."""
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -26,6 +35,31 @@ def measure_budget() -> int:
 def budget_of(free_bytes: int) -> int:
     """What is left of `free_bytes` after the margin."""
     return max(0, free_bytes - max(MIN_MARGIN_BYTES, int(free_bytes * MARGIN_RATE)))
+
+
+def measure_gpu_budget(device: torch.device) -> int:
+    """Bytes that tensors may still take on a cuda `device`, less a margin.
+
+    Creates the CUDA context first, whose memory is then no longer free.
+    """
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.init()
+        torch.zeros(1, device=device)
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return gpu_budget_of(free + unused)
+
+
+def gpu_budget_of(free_bytes: int) -> int:
+    """What is left of a GPU's `free_bytes` after the margin."""
+    return max(0, free_bytes - max(MIN_GPU_MARGIN_BYTES, int(free_bytes * GPU_MARGIN_RATE)))
+
+
+def card_budget_of(vram_bytes: int) -> int:
+    """The budget on a GPU of `vram_bytes` that nothing else uses, without looking at one."""
+    return gpu_budget_of(max(0, vram_bytes - GPU_CONTEXT_BYTES))
 
 
 def cgroup_free(root: Path, own_cgroups: Path) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from freetoken.wire.messages import unpack_ids
+from freetoken.worker.transfer import to_device
 
 RowIds = npt.NDArray[np.int64]
 
@@ -35,7 +36,7 @@ class TokenCounts:
         seat = self._seats[row_id] = self._free.pop()
         self._counts[seat] = 0
         self._in_prompt[seat] = False
-        self._in_prompt[seat, self._known(prompt_ids)] = True
+        self._in_prompt[seat].index_fill_(0, self._known(prompt_ids), True)
         output = self._known(output_ids)
         self._counts[seat].index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
@@ -50,14 +51,18 @@ class TokenCounts:
         return self._counts[seats], self._in_prompt[seats]
 
     def add(self, row_ids: RowIds, tokens: Tensor) -> None:
-        self._counts[self._find(row_ids), tokens] += 1
+        """Count `tokens` [m], one for each row; those below 0 were not drawn."""
+        seats = self._find(row_ids)
+        self._counts[seats, tokens.clamp(min=0)] += (tokens >= 0).to(torch.int32)
 
     def _find(self, row_ids: RowIds) -> Tensor:
-        return torch.tensor([self._seats[row] for row in row_ids.tolist()])
+        seats = np.array([self._seats[row] for row in row_ids.tolist()], np.int64)
+        return to_device(seats, self._counts.device)
 
     def _known(self, ids: bytes) -> Tensor:
-        tokens = torch.tensor(unpack_ids(ids), dtype=torch.int64, device=self._counts.device)
-        return tokens[(tokens >= 0) & (tokens < self._vocab_size)]
+        tokens = np.array(unpack_ids(ids), np.int64)
+        known = tokens[(tokens >= 0) & (tokens < self._vocab_size)]
+        return to_device(known, self._counts.device)
 
     def _grow(self) -> None:
         old = len(self._counts)

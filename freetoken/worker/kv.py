@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from freetoken.model.context import KvPools
+from freetoken.worker.transfer import to_device
 
 
 class KvHeads(Protocol):
@@ -62,7 +63,7 @@ def copy_pages(pools: KvPools, copies: Sequence[tuple[int, int]]) -> None:
     if not copies:
         return
     device = pools.k[0].device
-    sources, destinations = torch.tensor(copies, device=device).unbind(1)
+    sources, destinations = to_device(np.array(copies, np.int64), device).unbind(1)
     for pool in (*pools.k, *pools.v):
         pool[destinations] = pool[sources]
 
@@ -74,12 +75,28 @@ class PageTable:
         self.device = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
         self.num_pages = np.zeros(max_rows, np.int64)
         self.max_pages = max_pages
+        self._added: list[tuple[int, npt.NDArray[np.int32]]] = []  # (flat index, page ids)
 
     def clear(self, row_ids: npt.NDArray[np.int64]) -> None:
         self.num_pages[row_ids] = 0
 
     def add(self, row_id: int, first: int, page_ids: npt.NDArray[np.int32]) -> None:
-        """Write pages `[first, first + n)` of a row; `first` is at most the number it has."""
-        end = first + len(page_ids)
-        self.device[row_id, first:end] = torch.from_numpy(page_ids)
-        self.num_pages[row_id] = end
+        """Add pages `[first, first + n)` of a row; `first` is at most the number it has."""
+        self.num_pages[row_id] = first + len(page_ids)
+        self._added.append((row_id * self.max_pages + first, page_ids))
+
+    def flush(self) -> None:
+        """Write what was added, before a forward reads it: all of it in one copy."""
+        added, self._added = self._added, []
+        flat = self.device.view(-1)
+        if not added or flat.device.type == "cpu":
+            for at, page_ids in added:
+                flat[at : at + len(page_ids)] = torch.from_numpy(page_ids)
+            return
+        places = [np.arange(at, at + len(page_ids)) for at, page_ids in added]
+        pages = [page_ids for _, page_ids in added]
+        # Of what was written twice, the last counts; index_copy_ promises no order.
+        indices, last = np.unique(np.concatenate(places)[::-1], return_index=True)
+        packed = np.stack([indices, np.concatenate(pages)[::-1][last]]).astype(np.int64)
+        at_device, pages_device = to_device(packed, flat.device)
+        flat.index_copy_(0, at_device, pages_device.to(torch.int32))

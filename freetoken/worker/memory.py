@@ -2,39 +2,58 @@
 
 Every byte the worker will hold has a name and a price; the prices add up to at most the budget, or
 the plan is refused with the arithmetic. Flags are hard constraints, never quietly reduced. Knows
-neither torch nor the machine: budget.py measures the budget, kv.py and the model allocate.
+neither torch nor the machine: budget.py measures the budgets, kv.py and the model allocate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from freetoken.errors import ConfigError
-from freetoken.worker.activations import StepSizes, price_activations, price_reach
+from freetoken.worker.capacity import (
+    MIN_CONTEXT_TOKENS,
+    check_flags,
+    exact_pages,
+    explicit_slots,
+    to_pages,
+)
+from freetoken.worker.gpu_activations import MAX_ON_DEMAND_TOKENS
+from freetoken.worker.prices import Pages, pass_tokens, price_fixed, price_host
 from freetoken.worker.sizes import ModelSizes, Request
 
 MIB = 1 << 20
 DEFAULT_CONTEXT_TOKENS = 32768
 """The automatic pool holds one request of min(W, this), if it can at all."""
-MIN_CONTEXT_TOKENS = 2
-"""The smallest request: one token of prompt, one of output."""
-MAX_PASS_TOKENS = 32768
-"""Tokens in one pass: tens of thousands, so that each expert crosses the link once for them."""
 MIN_SLOTS_PER_LAYER_AND_CHOICE = 2
 """The automatic pool leaves at least this many slots times top_k for each layer with experts."""
+CPU_STEP_TOKENS = 512
+GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512, 256)
+"""Chunks of a pass to choose from: every chunk reads a layer's experts from VRAM once more."""
+MAX_CHUNK_SHARE = 16
+"""A chunk takes at most one part in so many of what weights, ring and scratch rows leave."""
+
+
+class Memory(StrEnum):
+    """Which memory a plan is short of; on the CPU there is only the host's."""
+
+    HOST = "host memory"
+    GPU = "GPU memory"
 
 
 class ShortfallError(ConfigError):
-    """The budget is too small by `short_bytes`."""
+    """The budget of `memory` is too small by `short_bytes`."""
 
-    def __init__(self, message: str, short_bytes: int) -> None:
+    def __init__(self, message: str, short_bytes: int, memory: Memory) -> None:
         super().__init__(message)
         self.short_bytes = short_bytes
+        self.memory = memory
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`prices`: bytes by name, everything there is; `page_bytes`: one page over all layers."""
+    """`prices`: bytes by name, everything there is; `host_prices`: on a GPU, what lies in host
+    memory instead; `page_bytes`: one page over all layers."""
 
     budget_bytes: int
     prices: dict[str, int]
@@ -46,40 +65,63 @@ class MemoryPlan:
     reserve_tokens: int
     num_slots: int
     resident_rate: float  # share of the experts that have a slot; 1 in place
+    max_step_tokens: int  # computed at a time; on a GPU the chunk of a pass
     max_pass_tokens: int
+    max_on_demand_tokens: int  # the largest step on demand, whatever the threshold
+    host_prices: dict[str, int] = field(default_factory=dict)
 
     @property
     def planned_bytes(self) -> int:
         return sum(self.prices.values())
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host_prices.values())
 
-def plan_memory(sizes: ModelSizes, request: Request, budget_bytes: int) -> MemoryPlan:
-    """The plan for `budget_bytes`; ConfigError for flags that contradict each other,
-    ShortfallError for flags that do not fit, each with the numbers."""
+
+def plan_memory(
+    sizes: ModelSizes,
+    request: Request,
+    budget_bytes: int,
+    host_budget_bytes: int | None = None,
+) -> MemoryPlan:
+    """The plan for `budget_bytes` of the memory that computes, on a GPU its own.
+
+    `host_budget_bytes`: for a model on a GPU, what the banks and the process may take (banks that
+    are there already included); None: not checked. ConfigError for flags that contradict each
+    other, ShortfallError for flags that do not fit, each with the numbers.
+    """
     window = request.max_seq_len_override or sizes.window
-    required_tokens = _check_flags(sizes, request, window)
-    fixed = _price_fixed(sizes, request)
-    slots = _explicit_slots(sizes, request)
-    slot_bytes = sizes.expert_bytes if request.has_slots else 0
-    pages = _Pages(sizes, request, window)
-    left = budget_bytes - sum(fixed.values())
-    exact = _exact_pages(request)
-    min_pages = exact or max(1, _to_pages(required_tokens, request.page_size))
-    min_slots = slots if slots is not None else int(request.has_slots)
-    short = pages.price(min_pages) + min_slots * slot_bytes - left
-    if short > 0:
-        needs = fixed | pages.named(min_pages)
-        if request.has_slots:
-            needs["slots"] = min_slots * slot_bytes
-        raise _shortfall(needs, budget_bytes, short, min_pages * request.page_size, request)
-    num_pages = exact or _automatic_pages(sizes, request, window, pages, left, min_pages, slots)
-    if slots is None:
-        free = left - pages.price(num_pages)
-        slots = min(sizes.num_all_experts, free // slot_bytes) if slot_bytes else 0
+    required_tokens = check_flags(sizes, request, window)
+    if sizes.on_gpu and host_budget_bytes is not None:
+        _check_host(sizes, host_budget_bytes)
+    shortfalls = []
+    for step_tokens in _step_choices(sizes, request, window, budget_bytes):
+        try:
+            return _plan(sizes, request, budget_bytes, window, required_tokens, step_tokens)
+        except ShortfallError as shortfall:
+            shortfalls.append(shortfall)
+    raise min(shortfalls, key=lambda shortfall: shortfall.short_bytes)
+
+
+def _plan(
+    sizes: ModelSizes,
+    request: Request,
+    budget_bytes: int,
+    window: int,
+    required_tokens: int,
+    step_tokens: int,
+) -> MemoryPlan:
+    fixed = price_fixed(sizes, request, step_tokens)
+    pages = Pages(sizes, request, window, step_tokens)
+    min_pages = exact_pages(request) or max(1, to_pages(required_tokens, request.page_size))
+    _check_least(sizes, request, fixed, pages, min_pages, budget_bytes)
+    num_pages, num_slots = _share_out(sizes, request, window, pages, fixed, budget_bytes, min_pages)
     prices = fixed | pages.named(num_pages)
     if request.has_slots:
-        prices["slots"] = slots * slot_bytes
+        prices["slots"] = num_slots * sizes.expert_bytes
     usable = num_pages * request.page_size
+    on_demand_tokens = min(step_tokens, MAX_ON_DEMAND_TOKENS) if sizes.on_gpu else step_tokens
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
         prices=prices,
@@ -89,138 +131,86 @@ def plan_memory(sizes: ModelSizes, request: Request, budget_bytes: int) -> Memor
         window=window,
         context_tokens=min(window, usable),
         reserve_tokens=max(required_tokens, min(window, DEFAULT_CONTEXT_TOKENS, usable)),
-        num_slots=slots,
-        resident_rate=slots / sizes.num_all_experts if request.has_slots else 1.0,
-        max_pass_tokens=_pass_tokens(request) if request.has_slots else request.max_step_tokens,
+        num_slots=num_slots,
+        resident_rate=num_slots / sizes.num_all_experts if request.has_slots else 1.0,
+        max_step_tokens=step_tokens,
+        max_pass_tokens=pass_tokens(sizes, request, step_tokens) or step_tokens,
+        max_on_demand_tokens=on_demand_tokens,
+        host_prices=price_host(sizes) if sizes.on_gpu else {},
     )
     assert plan.planned_bytes <= budget_bytes
     assert plan.context_tokens >= (request.context_tokens or MIN_CONTEXT_TOKENS)
     return plan
 
 
-class _Pages:
-    """The price of pages: their k/v, and what attention needs for a row that reaches this far: its
-    k/v gathered in one layer at a time, and the bias of an extend."""
-
-    def __init__(self, sizes: ModelSizes, request: Request, window: int) -> None:
-        self.page_bytes = sizes.kv_token_bytes() * request.page_size
-        self._reach_bytes = price_reach(sizes, request.max_step_tokens) * request.page_size
-        self._window_pages = _to_pages(window, request.page_size)
-
-    def price(self, num_pages: int) -> int:
-        return sum(self.named(num_pages).values())
-
-    def fitting(self, num_bytes: int) -> int:
-        """The most pages whose price is at most `num_bytes`."""
-        num_bytes = max(0, num_bytes - self.page_bytes)
-        within = num_bytes // (self.page_bytes + self._reach_bytes)
-        if within <= self._window_pages:
-            return within
-        return (num_bytes - self._window_pages * self._reach_bytes) // self.page_bytes
-
-    def named(self, num_pages: int) -> dict[str, int]:
-        """The sentinel page included."""
-        return {
-            "kv": (num_pages + 1) * self.page_bytes,
-            "kv_reach": min(num_pages, self._window_pages) * self._reach_bytes,
-        }
-
-
-def _check_flags(sizes: ModelSizes, request: Request, window: int) -> int:
-    """The tokens that the pool must hold because a flag says so; ConfigError if flags disagree."""
-    if request.num_tokens is not None and request.num_pages is not None:
-        raise ConfigError(
-            f"--num-tokens {request.num_tokens} and --num-pages {request.num_pages} both size the "
-            f"KV pool; give one of them"
-        )
-    if request.num_tokens is not None and request.num_tokens % request.page_size:
-        below = request.num_tokens // request.page_size * request.page_size
-        nearest = f"{below} or " if below else ""
-        raise ConfigError(
-            f"--num-tokens {request.num_tokens} is no multiple of --page-size "
-            f"{request.page_size}; the nearest are {nearest}{below + request.page_size}"
-        )
-    if request.context_tokens is not None and request.context_tokens > window:
-        raise ConfigError(
-            f"--context-tokens {request.context_tokens} is beyond the window of {window} tokens; "
-            f"lower it or raise the window with --max-seq-len-override"
-        )
-    required = max(request.context_tokens or 0, request.kv_reserve_tokens or 0)
-    exact = _exact_pages(request)
-    pool = "--num-tokens" if request.num_tokens is not None else "--num-pages"
-    if exact is not None and exact * request.page_size < MIN_CONTEXT_TOKENS:
-        raise ConfigError(
-            f"{pool} {request.num_tokens or request.num_pages} makes a KV pool of 1 token, the "
-            f"smallest request has {MIN_CONTEXT_TOKENS} (one of prompt, one of output); raise it"
-        )
-    if exact is not None and exact * request.page_size < required:
-        is_context = required == request.context_tokens
-        raise ConfigError(
-            f"{'--context-tokens' if is_context else '--kv-reserve-tokens'} {required} does not "
-            f"fit the pool of {exact * request.page_size} tokens that {pool} asks for"
-        )
-    _check_slot_flags(sizes, request)
-    return max(required, MIN_CONTEXT_TOKENS)
-
-
-def _check_slot_flags(sizes: ModelSizes, request: Request) -> None:
-    flags = {
-        "--moe-cache-size": request.moe_cache_size,
-        "--moe-cache-rate": request.moe_cache_rate,
-    }
-    given = [f"{flag} {value}" for flag, value in flags.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{given[0]} and {given[1]} both set the expert slots; give one of them")
-    if given and not request.has_slots:
-        raise ConfigError(f"{given[0]} sizes the slot cache, which needs --experts slots")
-    if request.has_slots and not sizes.num_all_experts:
-        raise ConfigError("--experts slots: the model has no routed experts; leave the flag out")
-
-
-def _exact_pages(request: Request) -> int | None:
-    if request.num_tokens is not None:
-        return request.num_tokens // request.page_size
-    return request.num_pages
-
-
-def _explicit_slots(sizes: ModelSizes, request: Request) -> int | None:
-    """Slots as asked for, at most one per expert; 0 in place; None: automatic."""
-    if not request.has_slots:
-        return 0
-    if request.moe_cache_rate is not None:
-        return max(1, round(request.moe_cache_rate * sizes.num_all_experts))
-    if request.moe_cache_size is not None:
-        return min(request.moe_cache_size, sizes.num_all_experts)
-    return None
-
-
-def _pass_tokens(request: Request) -> int:
-    return max(request.max_step_tokens, MAX_PASS_TOKENS)
-
-
-def _price_fixed(sizes: ModelSizes, request: Request) -> dict[str, int]:
-    step = StepSizes(
-        num_tokens=request.max_step_tokens + request.max_rows,
-        num_rows=request.max_rows,
-        num_pass_tokens=_pass_tokens(request) if request.has_slots else 0,
-    )
-    prices = {
-        "weights": sizes.dense_bytes,
-        "experts": sizes.num_all_experts * sizes.expert_bytes,
-        "libraries": sizes.library_bytes,
-    }
+def _check_least(
+    sizes: ModelSizes,
+    request: Request,
+    fixed: dict[str, int],
+    pages: Pages,
+    min_pages: int,
+    budget_bytes: int,
+) -> None:
+    """ShortfallError if not even what the flags ask for fits."""
+    needs = fixed | pages.named(min_pages)
     if request.has_slots:
-        # A step or pass that needs more than the slots hold gets one layer's experts at a time.
-        prices["scratch"] = sizes.num_experts * sizes.expert_bytes
-    return prices | price_activations(sizes, step)
+        slots = explicit_slots(sizes, request)
+        needs["slots"] = (1 if slots is None else slots) * sizes.expert_bytes
+    if sum(needs.values()) > budget_bytes:
+        raise _shortfall(sizes, needs, budget_bytes, min_pages * request.page_size, request)
+
+
+def _step_choices(sizes: ModelSizes, request: Request, window: int, budget_bytes: int) -> list[int]:
+    """Tokens computed at a time, best first: as asked for, else the largest chunk within its share
+    of the budget and what is smaller; and at last, rather than nothing, what is larger."""
+    if request.max_step_tokens is not None:
+        return [request.max_step_tokens]
+    if not sizes.on_gpu:
+        return [CPU_STEP_TOKENS]
+    within: list[int] = []
+    beyond: list[int] = []
+    for tokens in GPU_STEP_TOKENS:
+        prices = price_fixed(sizes, request, tokens)
+        lasting = sum(prices.get(name, 0) for name in ("weights", "ring", "scratch"))
+        share = max(0, budget_bytes - lasting) // MAX_CHUNK_SHARE
+        if tokens == GPU_STEP_TOKENS[-1] or tokens < 2 * window:
+            (within if prices["activations"] <= share else beyond).append(tokens)
+    return within + beyond[::-1]
+
+
+def _share_out(
+    sizes: ModelSizes,
+    request: Request,
+    window: int,
+    pages: Pages,
+    fixed: dict[str, int],
+    budget_bytes: int,
+    min_pages: int,
+) -> tuple[int, int]:
+    """(pages, slots) for what the fixed parts leave."""
+    left = budget_bytes - sum(fixed.values())
+    exact, slots = exact_pages(request), explicit_slots(sizes, request)
+    num_pages = exact
+    if num_pages is None:
+        third = (left + (fixed.get("scratch", 0) if sizes.on_gpu else 0)) // 3
+        num_pages = _automatic_pages(sizes, request, window, pages, left, third, min_pages, slots)
+    if slots is None:
+        free = left - pages.price(num_pages)
+        slots = min(sizes.num_all_experts, free // sizes.expert_bytes)
+    if exact is None and sizes.on_gpu:
+        # Nothing else has a use for it.
+        rest = pages.fitting(left - slots * sizes.expert_bytes)
+        num_pages = max(num_pages, min(rest, _useful_pages(request, window)))
+    return num_pages, slots
 
 
 def _automatic_pages(
     sizes: ModelSizes,
     request: Request,
     window: int,
-    pages: _Pages,
+    pages: Pages,
     left: int,
+    third: int,
     min_pages: int,
     slots: int | None,
 ) -> int:
@@ -232,35 +222,61 @@ def _automatic_pages(
     else:
         kept_bytes = least_bytes = 0
         left -= slots * sizes.expert_bytes
-    wanted = pages.fitting(left // 3)
+        third = min(third, left // 3)
+    wanted = pages.fitting(third)
+    if request.automatic_pool_tokens is not None or sizes.on_gpu:
+        wanted = min(wanted, _useful_pages(request, window))
     usual_tokens = min(window, DEFAULT_CONTEXT_TOKENS)
-    if request.automatic_pool_tokens is not None:
-        tokens = max(request.automatic_pool_tokens, usual_tokens)
-        wanted = min(wanted, _to_pages(tokens, request.page_size))
-    usual = min(_to_pages(usual_tokens, request.page_size), pages.fitting(left - kept_bytes))
+    usual = min(to_pages(usual_tokens, request.page_size), pages.fitting(left - kept_bytes))
     return max(min_pages, min(max(wanted, usual), pages.fitting(left - least_bytes)))
 
 
-def _to_pages(tokens: int, page_size: int) -> int:
-    return -(-tokens // page_size)
+def _useful_pages(request: Request, window: int) -> int:
+    """The automatic pool is no larger: by default, every row has a whole window."""
+    tokens = request.automatic_pool_tokens or request.max_rows * window
+    return to_pages(max(tokens, min(window, DEFAULT_CONTEXT_TOKENS)), request.page_size)
+
+
+def _check_host(sizes: ModelSizes, budget_bytes: int) -> None:
+    needs = price_host(sizes)
+    short = sum(needs.values()) - budget_bytes
+    if short > 0:
+        raise ShortfallError(
+            f"the model's experts need {_sum(needs)} of host memory, the budget is "
+            f"{_mib(max(0, budget_bytes))}: {_mib(short)} short; free memory, raise the "
+            "container's limit, or use a smaller model or --dtype",
+            short,
+            Memory.HOST,
+        )
 
 
 def _shortfall(
-    needs: dict[str, int], budget_bytes: int, short: int, pool_tokens: int, request: Request
+    sizes: ModelSizes,
+    needs: dict[str, int],
+    budget_bytes: int,
+    pool_tokens: int,
+    request: Request,
 ) -> ShortfallError:
-    sums = " + ".join(f"{name} {_mib(size)}" for name, size in needs.items())
-    remedies = ["free memory or raise the limit"]
+    short = sum(needs.values()) - budget_bytes
+    remedies = ["use a larger GPU" if sizes.on_gpu else "free memory or raise the limit"]
     if request.context_tokens or request.num_pages or request.num_tokens:
         remedies.append("ask for a smaller KV pool")
     if request.moe_cache_size or request.moe_cache_rate:
         remedies.append("ask for fewer expert slots")
     remedies.append("lower --max-step-tokens or --max-rows")
+    memory = Memory.GPU if sizes.on_gpu else Memory.HOST
     return ShortfallError(
-        f"the model with a KV pool of {pool_tokens} tokens needs {sums} = "
-        f"{_mib(sum(needs.values()))} of memory, the budget is {_mib(max(0, budget_bytes))}: "
+        f"the model with a KV pool of {pool_tokens} tokens needs {_sum(needs)} of "
+        f"{memory if sizes.on_gpu else 'memory'}, the budget is {_mib(max(0, budget_bytes))}: "
         f"{_mib(short)} short; {', '.join(remedies)}",
         short,
+        memory,
     )
+
+
+def _sum(needs: dict[str, int]) -> str:
+    parts = " + ".join(f"{name} {_mib(size)}" for name, size in needs.items())
+    return f"{parts} = {_mib(sum(needs.values()))}"
 
 
 def _mib(num_bytes: int) -> str:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,22 +23,34 @@ from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError, FreeTokenError
 from freetoken.wire.messages import (
     FailureScope,
+    Message,
     Phase,
     Refused,
     Shutdown,
+    StepMode,
     StepPlan,
+    StepResult,
     Welcome,
     WorkerFailed,
 )
 from freetoken.wire.sockets import Endpoints
 from freetoken.worker.budget import measure_budget
 from freetoken.worker.checkpoint import CheckpointSource
-from freetoken.worker.faults import StepError
+from freetoken.worker.device import find_device
+from freetoken.worker.faults import StepError, describe
+from freetoken.worker.keeper import find_keeper
 from freetoken.worker.link import Lost, Progress, SchedulerLink
-from freetoken.worker.startup import ModelSource, Started, start
+from freetoken.worker.pending import Pending
+from freetoken.worker.source import ModelSource
+from freetoken.worker.startup import Started, start
 from freetoken.worker.stopping import Stop, stop_on_signals
 
 NAME = "freetoken-worker"
+MAX_LAUNCHED = 2
+"""Steps on the device: one that runs and one behind it."""
+WAIT_S = 30e-6
+"""Between two looks at the device and the socket while a step runs. Linux makes 0.1 ms of it: short
+against a step, and the next one is queued behind it."""
 
 _log = log.get(__name__)
 
@@ -53,13 +69,11 @@ def run(config: Config) -> int:
 
 def open_source(config: Config) -> ModelSource:
     """The checkpoint that the options name, nothing of it loaded yet."""
-    if config.device == "cuda":
-        raise ConfigError(
-            "--device cuda: this version computes on the CPU only; use --device cpu or auto"
-        )
     if config.model is None:
         raise ConfigError("no model is given; name the directory of a checkpoint")
-    return CheckpointSource(Path(config.model), config.dtype, torch.device("cpu"))
+    keeper = None if config.run_dir is None else find_keeper(config.run_dir, os.environ)
+    device = find_device(config.device)
+    return CheckpointSource(Path(config.model), config.dtype, device, keeper)
 
 
 def serve(config: Config, source: ModelSource) -> None:
@@ -85,21 +99,24 @@ def serve(config: Config, source: ModelSource) -> None:
 
 
 class _Loop:
-    """Receives, executes, answers. Up to two plans are queued; the next is taken at once."""
+    """Receives, launches, answers. On a GPU the next plan is launched while a step runs, and each
+    result leaves when the device has it; what a CPU computes is done when it is launched."""
 
     def __init__(self, link: SchedulerLink, started: Started) -> None:
         self._link = link
         self._runner = started.runner
         self._ready = started.ready
+        self._launched: deque[Pending] = deque()
         self._num_stale = 0
 
     def run(self) -> None:
         self._announce()
         while True:
-            message = self._link.receive()
+            message = self._next_message()
             if isinstance(message, StepPlan):
                 self._step(message)
             elif isinstance(message, Shutdown):
+                self._answer(0)
                 _log.info(log.event("shutdown", reason=message.reason))
                 return
             elif isinstance(message, Welcome):
@@ -114,8 +131,21 @@ class _Loop:
             elif message is not None:
                 _log.warning(log.event("message.unexpected", kind=type(message).__name__))
 
+    def _next_message(self) -> Message | Lost | None:
+        """The next message, if one comes in time; results that fall due meanwhile are sent."""
+        while self._launched:
+            if self._is_due():
+                self._answer_oldest()
+                continue
+            message = self._link.receive(0)
+            if message is not None:
+                return message
+            time.sleep(WAIT_S)
+        return self._link.receive()
+
     def _announce(self) -> None:
-        """A new epoch: no row of the old one exists any more."""
+        """A new epoch: no row of the old one exists any more, and nobody waits for its results."""
+        self._answer(0)
         self._runner.forget_all()
         self._link.send(msgspec.structs.replace(self._ready, epoch=self._link.epoch))
         _log.info(log.event("worker.ready", epoch=self._link.epoch))
@@ -125,17 +155,43 @@ class _Loop:
             self._num_stale += 1
             _log.info(log.event("plan.stale", epoch=plan.epoch, count=self._num_stale))
             return
+        # A pass looks at what is resident before it starts, and waits for the device there.
+        self._answer(0 if plan.mode is StepMode.PASS else MAX_LAUNCHED - 1)
+        with _breaking(plan):
+            self._launched.append(self._runner.launch(plan))
+
+    def _answer(self, num_left: int) -> None:
+        """Wait for the oldest steps and send their results until `num_left` are in flight."""
+        while len(self._launched) > num_left:
+            self._answer_oldest()
+
+    def _is_due(self) -> bool:
+        oldest = self._launched[0]
+        with _breaking(oldest.plan):
+            return oldest.is_done()
+
+    def _answer_oldest(self) -> None:
+        pending = self._launched.popleft()
+        plan = pending.plan
+        answer: StepResult | WorkerFailed
         try:
-            result = self._runner.execute(plan)
+            with _breaking(plan):
+                answer = pending.finish()
         except StepError as error:
             _log.warning(log.event("step.failed", step=plan.step_id, error=error))
-            failed = WorkerFailed(FailureScope.STEP, plan.epoch, plan.step_id, str(error))
-            self._link.send(failed)
-        except Exception as error:
-            _log.exception(log.event("step.broken", step=plan.step_id))
-            reason = " ".join(str(error).split())
-            raise EngineError(
-                f"step {plan.step_id} broke: {type(error).__name__}: {reason}"
-            ) from error
-        else:
-            self._link.send(result)
+            answer = WorkerFailed(FailureScope.STEP, plan.epoch, plan.step_id, str(error))
+        if plan.epoch == self._link.epoch:
+            self._link.send(answer)
+
+
+@contextmanager
+def _breaking(plan: StepPlan) -> Iterator[None]:
+    """EngineError for whatever comes out of a step beside a StepError: after a fault of the device
+    its context is lost, and no row can be trusted after any other."""
+    try:
+        yield
+    except (StepError, EngineError):
+        raise
+    except Exception as error:
+        _log.exception(log.event("step.broken", step=plan.step_id))
+        raise EngineError(f"step {plan.step_id} broke: {describe(error)}") from error

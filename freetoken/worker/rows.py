@@ -19,6 +19,7 @@ import torch
 from freetoken.wire.messages import Extend, PageRun, StepPlan
 from freetoken.worker.faults import StepError
 from freetoken.worker.kv import PageTable
+from freetoken.worker.transfer import to_device
 
 Ids = npt.NDArray[np.int64]
 
@@ -55,6 +56,9 @@ class Work:
     def num_tokens(self) -> int:
         return self.num_extend_tokens + len(self.decode_rows)
 
+    def row_ids(self) -> list[int]:
+        return [*(part.row_id for part in self.extends), *self.decode_rows.tolist()]
+
     def sampled_rows(self) -> Ids:
         """[n] rows that get a token, in the order of StepResult."""
         last = [part.row_id for part in self.extends if part.is_last]
@@ -69,7 +73,8 @@ def unpack(data: bytes, what: str) -> npt.NDArray[np.int32]:
 
 
 class Rows:
-    """`last_tokens`: [R] int64 on the device, the token sampled last for each row."""
+    """`last_tokens`: [R + 1] int64 on the device, the token sampled last for each row; the last
+    entry belongs to no row and takes what padding samples."""
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class Rows:
         self._context_tokens = context_tokens
         self._vocab_size = vocab_size
         self.pages = PageTable(max_rows, -(-context_tokens // page_size), device)
-        self.last_tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._state = np.zeros(max_rows, np.int8)
         self._is_fresh = np.zeros(max_rows, np.bool_)  # no extend yet: any prefix may be cached
         self._kv_len = np.zeros(max_rows, np.int64)
@@ -107,6 +112,14 @@ class Rows:
         self.forget(known)
         self._state[known] = RowState.VOID
 
+    def is_active(self, row_id: int) -> bool:
+        """False for a void row; StepError for a row that was never started."""
+        if not 0 <= row_id < self.max_rows:
+            raise StepError(f"row {row_id} is named, the rows are [0, {self.max_rows})")
+        if self._state[row_id] == RowState.FREE:
+            raise StepError(f"row {row_id} is named, but was not started")
+        return bool(self._state[row_id] == RowState.ACTIVE)
+
     def start(self, row_id: int) -> None:
         self._check_row_ids(np.array([row_id]), "starts")
         if self._state[row_id] == RowState.ACTIVE:
@@ -118,7 +131,7 @@ class Rows:
     def add_pages(self, runs: Sequence[PageRun]) -> None:
         for run in runs:
             page_ids = unpack(run.page_ids, "page_ids")
-            if not self._is_active(run.row_id, "page_runs"):
+            if not self.is_active(run.row_id):
                 continue
             held = int(self.pages.num_pages[run.row_id])
             end = run.first + len(page_ids)
@@ -148,9 +161,7 @@ class Rows:
     def check_work(self, plan: StepPlan, max_tokens: int) -> Work:
         """The plan's forward without its void rows. StepError if it does not fit the rows."""
         extends = tuple(
-            self._check_extend(extend)
-            for extend in plan.extends
-            if self._is_active(extend.row_id, "extends")
+            self._check_extend(extend) for extend in plan.extends if self.is_active(extend.row_id)
         )
         rows = unpack(plan.decode_rows, "decode_rows").astype(np.int64)
         positions = unpack(plan.decode_positions, "decode_positions").astype(np.int64)
@@ -167,14 +178,18 @@ class Rows:
         self._check_size(work, max_tokens)
         return work
 
-    def advance(self, work: Work, row_ids: Ids, tokens: torch.Tensor) -> None:
-        """The forward is done: k/v of `work` are in the pages, `tokens` were sampled."""
+    def advance(self, work: Work, row_ids: Ids) -> None:
+        """The forward of `work` is done or under way, and tokens of `row_ids` come of it."""
         for part in work.extends:
             self._kv_len[part.row_id] = part.cached_len + len(part.token_ids)
             self._is_fresh[part.row_id] = False
         self._kv_len[work.decode_rows] += 1
         self._has_token[row_ids] = True
-        self.last_tokens[torch.from_numpy(row_ids).to(tokens.device)] = tokens
+
+    def keep_tokens(self, row_ids: Ids, tokens: torch.Tensor) -> None:
+        """`tokens` [n] are what the rows decode next; below 0 (nothing could be drawn): any."""
+        at = to_device(row_ids, tokens.device)
+        self.last_tokens.index_copy_(0, at, tokens.clamp(min=0))
 
     def _check_size(self, work: Work, max_tokens: int) -> None:
         if work.num_extend_tokens > max_tokens:
@@ -219,12 +234,6 @@ class Rows:
                 f"{RowState(self._state[row]).name.lower()}, holds {self._kv_len[row]} tokens and "
                 f"has room for {room[~fits][0]}"
             )
-
-    def _is_active(self, row_id: int, what: str) -> bool:
-        self._check_row_ids(np.array([row_id]), what)
-        if self._state[row_id] == RowState.FREE:
-            raise StepError(f"{what}: row {row_id} was not started")
-        return bool(self._state[row_id] == RowState.ACTIVE)
 
     def _check_row_ids(self, row_ids: npt.NDArray[np.integer], what: str) -> None:
         if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < self.max_rows:

@@ -1,8 +1,9 @@
 """The sampling state of all rows, and one token for each row of a step.
 
 Owns the parameters (host arrays), the output position of each row, and the token counts that
-penalties need. What may be drawn is in filters.py, the random stream in philox.py. Log
-probabilities are of the model's raw logits, before bias, penalties and temperature, as in vLLM.
+penalties need. The draw is in kernels/sample_ops.py, the random stream in stream.py. Log
+probabilities are of the model's raw logits, before bias, penalties and temperature, as in vLLM. On
+a GPU nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -14,24 +15,57 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from freetoken.kernels.reference_sample import MIN_TEMPERATURE
+from freetoken.kernels.sample_ops import sample
 from freetoken.wire.messages import Logprobs, Sampling, pack_ids
 from freetoken.worker.counts import RowIds, TokenCounts
 from freetoken.worker.faults import StepError
-from freetoken.worker.filters import Filters, Penalties, draw, penalize
-from freetoken.worker.philox import uniforms
+from freetoken.worker.filters import Penalties, penalize
+from freetoken.worker.stream import UniformStream
+from freetoken.worker.transfer import to_device, to_host
 
 Flags = npt.NDArray[np.bool_]
 
-MIN_TEMPERATURE = 1e-5
-"""Below it a row is greedy: logits divided by less leave one token anyway, or overflow."""
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """In host memory: count: [n], how many likeliest are asked for, below 0 where none are; of
+    the m rows that ask, in order: sampled [m], top [m, k] and top_ids [m, k]."""
+
+    count: npt.NDArray[np.int64]
+    sampled: Tensor
+    top: Tensor
+    top_ids: Tensor
+
+    def read(self) -> tuple[Logprobs | None, ...]:
+        """One per row."""
+        found: list[Logprobs | None] = [None] * len(self.count)
+        sampled, top, top_ids = self.sampled.tolist(), self.top.tolist(), self.top_ids.tolist()
+        for i, index in enumerate((self.count >= 0).nonzero()[0].tolist()):
+            count = int(self.count[index])
+            found[index] = Logprobs(sampled[i], pack_ids(top_ids[i][:count]), tuple(top[i][:count]))
+        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens: [n] int64 · logprobs: one per row (None where not asked), or empty if none asked."""
+    """tokens: [n] int64 on the device, -1 where nothing could be drawn · logprobs: None if no row
+    asked. On a GPU neither may be read before an event recorded after this."""
 
     tokens: Tensor
-    logprobs: tuple[Logprobs | None, ...]
+    logprobs: LogprobTensors | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawArrays:
+    """What the sampling kernel takes, [n] each: f32, int32, f32, f32 and f64. A temperature of 0
+    is greedy."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    uniforms: npt.NDArray[np.float64]
 
 
 class Sampler:
@@ -44,13 +78,13 @@ class Sampler:
         self._bias: list[tuple[Tensor, Tensor] | None] = [None] * max_rows
         self._counts = TokenCounts(max_rows, vocab_size, device)
         self._position = np.zeros(max_rows, np.int64)
-        self._seed = np.zeros(max_rows, np.uint64)
+        self._stream = UniformStream(max_rows)
         self._min_tokens = np.zeros(max_rows, np.int64)
         self._num_logprobs = np.full(max_rows, -1, np.int64)  # below 0: none asked
         self._is_random = np.zeros(max_rows, np.bool_)
         self._is_penalized = np.zeros(max_rows, np.bool_)
         self._is_biased = np.zeros(max_rows, np.bool_)
-        self._top_k = np.zeros(max_rows, np.int64)
+        self._top_k = np.zeros(max_rows, np.int32)
         self._floats = {
             name: np.zeros(max_rows, np.float32)
             for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
@@ -62,10 +96,11 @@ class Sampler:
         """A row begins, or goes on after a preemption with `num_output` tokens made before."""
         self.forget(row_id)
         self._position[row_id] = num_output
-        self._seed[row_id] = sampling.seed or 0
+        self._stream.start(row_id, sampling.seed or 0)
         self._is_random[row_id] = sampling.temperature >= MIN_TEMPERATURE
         self._top_k[row_id] = min(sampling.top_k, self._vocab_size)
-        self._floats["temperature"][row_id] = sampling.temperature
+        is_random = bool(self._is_random[row_id])
+        self._floats["temperature"][row_id] = sampling.temperature if is_random else 0.0
         self._floats["top_p"][row_id] = sampling.top_p
         self._floats["min_p"][row_id] = sampling.min_p
         self._floats["repetition"][row_id] = sampling.repetition_penalty
@@ -84,13 +119,13 @@ class Sampler:
         stops = [token for token in sampling.stop_ids if 0 <= token < self._vocab_size]
         if stops and sampling.min_tokens > 0:
             self._min_tokens[row_id] = sampling.min_tokens
-            self._stops[row_id] = torch.tensor(stops, device=self._device)
+            self._stops[row_id] = to_device(np.array(stops, np.int64), self._device)
         bias = {token: add for token, add in sampling.logit_bias if 0 <= token < self._vocab_size}
         if bias:
             self._is_biased[row_id] = True
             self._bias[row_id] = (
-                torch.tensor(list(bias), device=self._device),
-                torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
+                to_device(np.array(list(bias), np.int64), self._device),
+                to_device(np.array(list(bias.values()), np.float32), self._device),
             )
 
     def forget(self, row_id: int) -> None:
@@ -100,58 +135,65 @@ class Sampler:
         self._num_logprobs[row_id] = -1
         self._is_random[row_id] = self._is_penalized[row_id] = self._is_biased[row_id] = False
 
+    def needs_logits(self, row_ids: RowIds) -> bool:
+        """Whether `sample` must see the logits: the kernel draws, it neither edits nor tells."""
+        return bool(
+            (self._position[row_ids] < self._min_tokens[row_ids]).any()
+            or self._is_penalized[row_ids].any()
+            or self._is_biased[row_ids].any()
+            or (self._num_logprobs[row_ids] >= 0).any()
+        )
+
+    def read(self, row_ids: RowIds) -> DrawArrays:
+        """The parameters of the next draw, and its random numbers."""
+        floats = self._floats
+        # Greedy rows draw at a position too, but the kernel does not look at the number.
+        return DrawArrays(
+            floats["temperature"][row_ids],
+            self._top_k[row_ids],
+            floats["top_p"][row_ids],
+            floats["min_p"][row_ids],
+            self._stream.read(row_ids, self._position[row_ids]),
+        )
+
+    def advance(self, row_ids: RowIds) -> None:
+        """A token of each row was drawn elsewhere, with what `read` gave."""
+        self._position[row_ids] += 1
+
     def sample(self, row_ids: RowIds, logits: Tensor) -> Sampled:
         """One token for each row, and its output position moves on.
 
-        logits: [n, V] f32, row i for `row_ids[i]`, not changed. Raises StepError before anything
-        has changed.
+        logits: [n, V] f32, row i for `row_ids[i]`, not changed. On the CPU raises StepError if a
+        row has nothing to draw from; on a GPU its token is -1. Nothing has changed after an error.
         """
         positions = self._position[row_ids]
         held = positions < self._min_tokens[row_ids]
         penalized = self._is_penalized[row_ids]
         edited = held | penalized | self._is_biased[row_ids]
         scores = self._edit(row_ids, logits, held, penalized) if edited.any() else logits
-        tokens = self._choose(row_ids, scores, self._is_random[row_ids])
+        tokens = self._draw(row_ids, scores)
+        sampled = Sampled(tokens, self._logprobs(row_ids, logits, tokens))
         if penalized.any():
-            self._counts.add(row_ids[penalized], tokens[torch.from_numpy(penalized)])
+            picked = to_device(penalized.nonzero()[0], self._device)
+            self._counts.add(row_ids[penalized], tokens[picked])
         self._position[row_ids] = positions + 1
-        return Sampled(tokens, self._logprobs(row_ids, logits, tokens))
-
-    def _choose(self, row_ids: RowIds, scores: Tensor, random: Flags) -> Tensor:
-        if not random.any():
-            return self._argmax(row_ids, scores)
-        if random.all():
-            return self._draw(row_ids, scores)
-        is_random = torch.from_numpy(random).to(self._device)
-        tokens = torch.empty(len(row_ids), dtype=torch.int64, device=self._device)
-        tokens[is_random] = self._draw(row_ids[random], scores[is_random])
-        tokens[~is_random] = self._argmax(row_ids[~random], scores[~is_random])
-        return tokens
-
-    def _argmax(self, row_ids: RowIds, scores: Tensor) -> Tensor:
-        best, tokens = scores.max(dim=-1)
-        _check(row_ids, best.isfinite())
-        return tokens
+        return sampled
 
     def _draw(self, row_ids: RowIds, scores: Tensor) -> Tensor:
-        filters = Filters(
-            self._read("temperature", row_ids),
-            torch.from_numpy(self._top_k[row_ids]).to(self._device),
-            self._read("top_p", row_ids),
-            self._read("min_p", row_ids),
+        arrays = self.read(row_ids)
+        tokens = sample(
+            scores,
+            to_device(arrays.temperature, self._device),
+            to_device(arrays.top_k, self._device),
+            to_device(arrays.top_p, self._device),
+            to_device(arrays.min_p, self._device),
+            to_device(arrays.uniforms, self._device),
         )
-        numbers = uniforms(self._seed[row_ids], self._position[row_ids].astype(np.uint64))
-        tokens, is_sound = draw(scores, filters, torch.from_numpy(numbers).to(self._device))
-        _check(row_ids, is_sound)
+        if self._device.type == "cpu" and (tokens < 0).any():
+            raise nothing_to_draw(row_ids[(tokens < 0).numpy()].tolist())
         return tokens
 
-    def _edit(
-        self,
-        row_ids: RowIds,
-        logits: Tensor,
-        held: Flags,
-        penalized: Flags,
-    ) -> Tensor:
+    def _edit(self, row_ids: RowIds, logits: Tensor, held: Flags, penalized: Flags) -> Tensor:
         scores = logits.clone()
         for index in self._is_biased[row_ids].nonzero()[0].tolist():
             bias = self._bias[row_ids[index]]
@@ -159,46 +201,38 @@ class Sampler:
             scores[index].index_add_(0, *bias)
         if penalized.any():
             chosen = row_ids[penalized]
-            picked = torch.from_numpy(penalized.nonzero()[0])
+            picked = to_device(penalized.nonzero()[0], self._device)
             penalties = Penalties(
                 self._read("repetition", chosen),
                 self._read("presence", chosen),
                 self._read("frequency", chosen),
             )
-            scores[picked] = penalize(scores[picked], *self._counts.read(chosen), penalties)
+            edited = penalize(scores[picked], *self._counts.read(chosen), penalties)
+            scores.index_copy_(0, picked, edited)
         for index in held.nonzero()[0].tolist():
             stops = self._stops[row_ids[index]]
             assert stops is not None
-            scores[index, stops] = -torch.inf
+            scores[index].index_fill_(0, stops, -torch.inf)
         return scores
 
-    def _logprobs(
-        self, row_ids: RowIds, logits: Tensor, tokens: Tensor
-    ) -> tuple[Logprobs | None, ...]:
+    def _logprobs(self, row_ids: RowIds, logits: Tensor, tokens: Tensor) -> LogprobTensors | None:
         asked = self._num_logprobs[row_ids]
         rows = (asked >= 0).nonzero()[0]
         if not len(rows):
-            return ()
-        picked = torch.from_numpy(rows)
+            return None
+        picked = to_device(rows, self._device)
         logprobs = logits[picked].log_softmax(dim=-1)
-        sampled = logprobs.gather(1, tokens[picked][:, None])[:, 0].tolist()
+        sampled = logprobs.gather(1, tokens[picked].clamp(min=0)[:, None])[:, 0]
         top, top_ids = logprobs.topk(int(asked.max()), dim=-1)
-        found: list[Logprobs | None] = [None] * len(row_ids)
-        for i, index in enumerate(rows.tolist()):
-            count = int(asked[index])
-            found[index] = Logprobs(
-                sampled[i], pack_ids(top_ids[i, :count].tolist()), tuple(top[i, :count].tolist())
-            )
-        return tuple(found)
+        return LogprobTensors(asked, to_host(sampled), to_host(top), to_host(top_ids))
 
     def _read(self, name: str, row_ids: RowIds) -> Tensor:
-        return torch.from_numpy(self._floats[name][row_ids]).to(self._device)
+        return to_device(self._floats[name][row_ids], self._device)
 
 
-def _check(row_ids: RowIds, is_sound: Tensor) -> None:
-    if not is_sound.all():
-        bad = row_ids[~is_sound.cpu().numpy()].tolist()
-        raise StepError(
-            f"the logits of rows {bad} leave nothing to draw from (NaN, infinite, or every token "
-            f"excluded)"
-        )
+def nothing_to_draw(rows: list[int]) -> StepError:
+    """The error of a step whose `rows` have no distribution."""
+    return StepError(
+        f"the logits of rows {rows} leave nothing to draw from (NaN, infinite, or every token "
+        f"excluded)"
+    )

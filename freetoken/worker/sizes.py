@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from freetoken.config import Config
+
+WINDOWS_IN_POOL = 4
+TOKENS_PER_ROW = 2048
+"""The automatic pool on a CPU holds this for every row, but no more than WINDOWS_IN_POOL windows:
+more would be zeroed at start for nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
@@ -25,6 +32,9 @@ class ModelSizes:
     max_gathered_keys: int  # of decode rows, in one layer at a time
     max_scores: int  # attention scores that exist at a time, 0 if they never do
     library_bytes: int  # what the libraries underneath keep for themselves
+    on_gpu: bool = False
+    head_size: int = 0  # elements of the widest key or value head
+    is_tied: bool = False  # the output layer's weight is the embedding's
 
     @property
     def num_all_experts(self) -> int:
@@ -34,14 +44,33 @@ class ModelSizes:
         """K/v of one token over all layers."""
         return sum(self.kv_widths) * self.element_bytes
 
+    @property
+    def bank_bytes(self) -> int:
+        """All experts of all layers."""
+        return self.num_all_experts * self.expert_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """The output layer's weight."""
+        return self.vocab_size * self.hidden_size * self.element_bytes
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Of `dense_bytes`, what every step reads: all but an embedding that is not the head."""
+        return max(0, self.dense_bytes - (0 if self.is_tied else self.head_bytes))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The flags, as given. `has_slots`: experts are computed from slots, not in place."""
+    """The flags, as given; None: the plan chooses.
+
+    `has_slots`: experts are computed from slots, not in place · `max_step_tokens`: tokens computed
+    at a time, on a GPU the chunk of a pass.
+    """
 
     page_size: int
     max_rows: int
-    max_step_tokens: int
+    max_step_tokens: int | None = None
     has_slots: bool = False
     context_tokens: int | None = None
     num_tokens: int | None = None
@@ -51,3 +80,23 @@ class Request:
     moe_cache_size: int | None = None
     moe_cache_rate: float | None = None
     automatic_pool_tokens: int | None = None  # the automatic pool is no larger than needed for this
+
+
+def make_request(config: Config, sizes: ModelSizes, *, has_slots: bool) -> Request:
+    """The flags of `config` that the plan needs."""
+    window = config.max_seq_len_override or sizes.window
+    cpu_pool_tokens = min(config.max_rows * TOKENS_PER_ROW, WINDOWS_IN_POOL * window)
+    return Request(
+        page_size=config.page_size,
+        max_rows=config.max_rows,
+        max_step_tokens=config.max_step_tokens,
+        has_slots=has_slots,
+        context_tokens=config.context_tokens,
+        num_tokens=config.num_tokens,
+        num_pages=config.num_pages,
+        kv_reserve_tokens=config.kv_reserve_tokens,
+        max_seq_len_override=config.max_seq_len_override,
+        moe_cache_size=config.moe_cache_size,
+        moe_cache_rate=config.moe_cache_rate,
+        automatic_pool_tokens=None if sizes.on_gpu else cpu_pool_tokens,
+    )

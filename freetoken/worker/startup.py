@@ -6,72 +6,35 @@ Each stage is reported through Progress. What cannot work is refused before anyt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
 
-import msgspec
 import torch
 
 from freetoken import log
 from freetoken.config import Config
 from freetoken.errors import ConfigError
-from freetoken.model.context import KvPools
+from freetoken.experts.cost import Routed
 from freetoken.model.heap import trim_heap
-from freetoken.wire.messages import (
-    Extend,
-    PageRun,
-    Phase,
-    RowStart,
-    Sampling,
-    StepMode,
-    StepPlan,
-    WorkerReady,
-    pack_ids,
-)
+from freetoken.wire.messages import Phase, WorkerReady
+from freetoken.worker.budget import measure_gpu_budget
+from freetoken.worker.device import DeviceMemory, check_prices, find_spare
 from freetoken.worker.kv import pool_bytes
 from freetoken.worker.link import Progress
+from freetoken.worker.link_speed import measure_link
 from freetoken.worker.memory import MemoryPlan, plan_memory
-from freetoken.worker.runner import Limits, Model, Runner
-from freetoken.worker.sizes import ModelSizes, Request
+from freetoken.worker.model import Model
+from freetoken.worker.observe import StepObserver
+from freetoken.worker.runner import Limits, Runner
+from freetoken.worker.sizes import ModelSizes, make_request
+from freetoken.worker.source import ExpertsMode, ModelSource
 from freetoken.worker.threads import StepThreads
-from freetoken.worker.threshold import on_demand_tokens
-
-WINDOWS_IN_POOL = 4
-TOKENS_PER_ROW = 2048
-"""The automatic pool on a CPU holds this for every row, but no more than WINDOWS_IN_POOL windows:
-more would be zeroed at start for nothing."""
-
-ExpertsMode = Literal["in-place", "slots"]
-ReportBytes = Callable[[str, int, int], None]
+from freetoken.worker.threshold import Threshold, on_demand_tokens
+from freetoken.worker.warmup import warm_up
 
 _log = log.get(__name__)
-
-
-class ModelSource(Protocol):
-    """Where the model comes from: a checkpoint, or a test's fake."""
-
-    def read_sizes(self) -> ModelSizes:
-        """From the configuration alone."""
-        ...
-
-    def check(self, experts: ExpertsMode) -> None:
-        """EngineError if a small copy of the model computes something wrong on our path."""
-        ...
-
-    def load(
-        self,
-        experts: ExpertsMode,
-        num_slots: int | None,
-        context_tokens: int,
-        report: ReportBytes,
-    ) -> Model:
-        """`context_tokens`: the longest request that will be served."""
-        ...
-
-    def make_pools(self, num_pages: int, page_size: int) -> KvPools: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +45,24 @@ class Started:
     ready: WorkerReady
 
 
-def start(config: Config, source: ModelSource, progress: Progress, budget_bytes: int) -> Started:
-    """Everything before serving. Raises ConfigError or EngineError with the reason."""
+def start(
+    config: Config, source: ModelSource, progress: Progress, host_budget_bytes: int
+) -> Started:
+    """Everything before serving. Raises ConfigError or EngineError with the reason.
+
+    `host_budget_bytes`: of the host's memory; that of a GPU is measured here.
+    """
     sizes = source.read_sizes()
-    experts = choose_experts(config)
-    plan = plan_memory(sizes, make_request(config, sizes, experts), budget_bytes)
+    experts = choose_experts(config, sizes)
+    plan = make_plan(config, source, sizes, experts, host_budget_bytes)
     log_plan(config, sizes, plan, experts)
-    limits = make_limits(config, sizes, plan, experts)
 
     def report(detail: str, done: int, total: int) -> None:
         progress.detail, progress.done, progress.total = detail, done, total
 
     with _stage(progress, Phase.CHECKING, "checking the model's class against transformers"):
         source.check(experts)
+    memory = DeviceMemory(source.device) if sizes.on_gpu else None
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, plan.context_tokens, report)
@@ -102,11 +70,28 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
         assert pool_bytes(pools) == plan.prices["kv"]
-        on_cpu = pools.k[0].device.type == "cpu"
-        threads = StepThreads(torch.get_num_threads()) if on_cpu else None
+        limits = make_limits(config, sizes, plan, experts)
+        threads = None if sizes.on_gpu else StepThreads(torch.get_num_threads())
         runner = Runner(model, pools, limits, threads)
+        if sizes.on_gpu and config.compile == "auto":
+            progress.detail = "compiling and warming up"
+            model.compile()
         warm_up(runner, threads)
-    ready = WorkerReady(
+    if memory is not None:
+        plan = grow_slots(config, sizes, plan, model, memory)
+        threshold = measure_threshold(config, sizes, plan, model)
+        runner.observer = StepObserver(threshold, model.num_layers)
+        if config.compile == "auto" and can_capture(model):
+            with _stage(progress, Phase.CHECKING, "capturing CUDA graphs"):
+                runner.capture(lambda done, total: report("capturing CUDA graphs", done, total))
+        check_prices(memory.peak(), plan.prices)
+    return Started(runner, announce(config, plan, runner, model))
+
+
+def announce(config: Config, plan: MemoryPlan, runner: Runner, model: Model) -> WorkerReady:
+    """All but the epoch."""
+    limits = runner.limits
+    return WorkerReady(
         epoch=0,
         model=Path(config.model or "").name,
         num_pages=plan.num_pages,
@@ -115,18 +100,21 @@ def start(config: Config, source: ModelSource, progress: Progress, budget_bytes:
         window=plan.window,
         context_tokens=plan.context_tokens,
         vocab_size=limits.vocab_size,
+        num_layers=model.num_layers,
         max_step_tokens=limits.max_step_tokens,
         max_pass_tokens=limits.max_pass_tokens,
-        max_on_demand_tokens=limits.max_on_demand_tokens,
+        max_on_demand_tokens=runner.max_on_demand_tokens,
         plan=plan.prices,
     )
-    return Started(runner, ready)
 
 
-def choose_experts(config: Config) -> ExpertsMode:
-    """`auto` is in place: on a CPU every expert is in reach. ConfigError for a threshold then."""
+def choose_experts(config: Config, sizes: ModelSizes) -> ExpertsMode:
+    """`auto`: slots on a GPU, if there are experts at all; in place on a CPU, where every expert is
+    in reach. ConfigError for a threshold then."""
     if config.experts == "slots":
         return "slots"
+    if sizes.on_gpu:
+        return "slots" if config.experts == "auto" and sizes.num_all_experts else "in-place"
     if config.extend_threshold != "auto":
         raise ConfigError(
             f"--extend-threshold {config.extend_threshold} is about expert slots, which need "
@@ -135,41 +123,78 @@ def choose_experts(config: Config) -> ExpertsMode:
     return "in-place"
 
 
-def make_request(config: Config, sizes: ModelSizes, experts: ExpertsMode) -> Request:
-    window = config.max_seq_len_override or sizes.window
-    return Request(
-        page_size=config.page_size,
-        max_rows=config.max_rows,
-        max_step_tokens=config.max_step_tokens,
-        has_slots=experts == "slots",
-        context_tokens=config.context_tokens,
-        num_tokens=config.num_tokens,
-        num_pages=config.num_pages,
-        kv_reserve_tokens=config.kv_reserve_tokens,
-        max_seq_len_override=config.max_seq_len_override,
-        moe_cache_size=config.moe_cache_size,
-        moe_cache_rate=config.moe_cache_rate,
-        automatic_pool_tokens=min(config.max_rows * TOKENS_PER_ROW, WINDOWS_IN_POOL * window),
+def make_plan(
+    config: Config,
+    source: ModelSource,
+    sizes: ModelSizes,
+    experts: ExpertsMode,
+    host_budget_bytes: int,
+) -> MemoryPlan:
+    """The memory plan for the device; ConfigError if it cannot hold."""
+    request = make_request(config, sizes, has_slots=experts == "slots")
+    host_budget_bytes += source.find_banks(experts)  # they are not free, but ours
+    if not sizes.on_gpu:
+        return plan_memory(sizes, request, host_budget_bytes)
+    return plan_memory(sizes, request, measure_gpu_budget(source.device), host_budget_bytes)
+
+
+def grow_slots(
+    config: Config, sizes: ModelSizes, plan: MemoryPlan, model: Model, memory: DeviceMemory
+) -> MemoryPlan:
+    """Slots last, from what is left when steps have shown what they need: never fewer than planned,
+    and exactly those where a flag says how many."""
+    if not plan.num_slots or config.moe_cache_size or config.moe_cache_rate:
+        return plan
+    spare = find_spare(memory.read(), plan.budget_bytes, plan.prices.get("graphs", 0))
+    num_slots = min(sizes.num_all_experts, plan.num_slots + spare // sizes.expert_bytes)
+    if num_slots <= plan.num_slots:
+        return plan
+    model.resize_slots(num_slots)
+    rate = num_slots / sizes.num_all_experts
+    _log.info(
+        log.event("slots.grown", planned=plan.num_slots, moe_cache_size=num_slots)
+        + f", resident experts {rate * 100:.0f} %"
     )
+    prices = plan.prices | {"slots": num_slots * sizes.expert_bytes}
+    return replace(plan, num_slots=num_slots, resident_rate=rate, prices=prices)
+
+
+def measure_threshold(
+    config: Config, sizes: ModelSizes, plan: MemoryPlan, model: Model
+) -> Threshold:
+    """From how many tokens on a step on the GPU is a pass."""
+    routed = Routed(sizes.num_moe_layers, sizes.num_experts, sizes.top_k, sizes.expert_bytes)
+    link = measure_link(model.device, model.bank_rows)
+    assert link is not None, "there is a link to a GPU"
+    most = plan.max_on_demand_tokens
+    threshold = Threshold(config.extend_threshold, routed, link, plan.resident_rate, most)
+    _log.info(log.event("threshold", **threshold.describe()))
+    return threshold
+
+
+def can_capture(model: Model) -> bool:
+    if not model.can_capture:
+        _log.warning("steps run without CUDA graphs, which need all expert banks to be pinned")
+    return model.can_capture
 
 
 def make_limits(
     config: Config, sizes: ModelSizes, plan: MemoryPlan, experts: ExpertsMode
 ) -> Limits:
-    has_slots = experts == "slots"
+    """`max_on_demand_tokens` says where there are passes; on a GPU a measured value replaces it."""
+    threshold = None
+    if experts == "slots" or sizes.on_gpu:
+        threshold = on_demand_tokens(config.extend_threshold, sizes.num_experts, sizes.top_k)
     return Limits(
         max_rows=config.max_rows,
         num_pages=plan.num_pages,
         page_size=plan.page_size,
         context_tokens=plan.context_tokens,
         vocab_size=sizes.vocab_size,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=plan.max_on_demand_tokens,
+        chunk_tokens=plan.max_step_tokens,
         max_pass_tokens=plan.max_pass_tokens,
-        max_on_demand_tokens=on_demand_tokens(
-            config.extend_threshold, sizes.num_experts, sizes.top_k
-        )
-        if has_slots
-        else None,
+        max_on_demand_tokens=threshold,
     )
 
 
@@ -212,50 +237,6 @@ def whole_window_flag(config: Config, plan: MemoryPlan) -> str:
     if config.num_pages is not None:
         return f"--num-pages {pages}"
     return f"--context-tokens {plan.window}"
-
-
-def warm_up(runner: Runner, threads: StepThreads | None) -> None:
-    """The largest extend and some decode steps: memory that is short shows now, not to a client,
-    the first request pays for no first call, and `threads` are calibrated."""
-    limits = runner.limits
-    num_decodes = 1 + (0 if threads is None else threads.num_calibration_steps)
-    tokens = max(1, min(limits.max_step_tokens, limits.context_tokens - num_decodes))
-    pages = range(-(-limits.context_tokens // limits.page_size))
-    extend = StepPlan(
-        step_id=0,
-        epoch=0,
-        mode=StepMode.ON_DEMAND,
-        forget_rows=b"",
-        page_copies=(),
-        starts=(RowStart(0, Sampling(temperature=0.0), 0, b"", b""),),
-        page_runs=(PageRun(0, 0, pack_ids(pages)),),
-        extends=(Extend(0, 0, pack_ids([0] * tokens), True),),
-        decode_rows=b"",
-        decode_positions=b"",
-    )
-    runner.execute(extend)
-    free = range(tokens, limits.context_tokens)
-    positions = iter(free)
-
-    def time_decode_s() -> float:
-        decode = msgspec.structs.replace(
-            extend,
-            starts=(),
-            page_runs=(),
-            extends=(),
-            decode_rows=pack_ids([0]),
-            decode_positions=pack_ids([next(positions)]),
-        )
-        started_s = time.perf_counter()
-        runner.execute(decode)
-        return time.perf_counter() - started_s
-
-    if free:
-        time_decode_s()
-    if threads is not None and len(free) >= num_decodes:
-        threads.calibrate(time_decode_s)
-        _log.info(log.event("threads", narrow=threads.num_narrow, wide=threads.num_wide))
-    runner.forget_all()
 
 
 @contextmanager

@@ -64,6 +64,12 @@ def test_the_launcher_s_unit_waits_for_its_notification() -> None:
     assert int(service["WatchdogSec"][0]) > Config().stall_timeout_s
 
 
+def test_the_worker_s_unit_keeps_one_descriptor() -> None:
+    service = read_unit(ROOT / "deploy/systemd/freetoken-worker.service")["Service"]
+    assert service["FileDescriptorStoreMax"] == ["1"]
+    assert service["NotifyAccess"] == ["main"], "it is the worker that asks for it"
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_finds_nothing_to_complain_about(tmp_path: Path) -> None:
     for path in UNITS:

@@ -201,6 +201,7 @@ def make_ready(script: WorkerScript, epoch: int = 1) -> WorkerReady:
         window=script.window or max(context, 1 << 17),
         context_tokens=context,
         vocab_size=script.vocab_size,
+        num_layers=1,
         max_step_tokens=script.max_step_tokens,
         max_pass_tokens=script.max_pass_tokens,
         max_on_demand_tokens=script.max_on_demand_tokens,

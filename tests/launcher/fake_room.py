@@ -1,8 +1,9 @@
 """A stand-in for a room: `fake_room.py NAME PORT BEHAVIOUR --config X --launcher-pid PID`.
 
 The api answers /health/ready; the others wait. BEHAVIOUR: `well`; `deaf` ignores
-SIGTERM; `orphanable` starts a child of its own; `refuses` ends with a configuration error;
-`crashes` with a traceback; `busy` holds the interpreter in C code that never lets go of it.
+SIGTERM; `orphanable` starts a child of its own; `refuses` ends with a configuration error, and
+`refuses-again` when it is started for the second time; `crashes` with a traceback; `busy` holds the
+interpreter in C code that never lets go of it.
 """
 
 import json
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from freetoken.launcher import guard
 
@@ -37,6 +39,10 @@ def main() -> None:
     name, port, behaviour = sys.argv[1:4]
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "deaf" else end)
     guard.end_with_launcher(int(sys.argv[-1]), leaves_files=behaviour == "deaf")
+    if behaviour == "refuses-again":
+        first = Path(os.environ["FAKE_DIR"]) / name
+        behaviour = "refuses" if first.exists() else "well"
+        first.touch()
     if behaviour == "refuses":
         print(f"{name}: error: no room for 7 pages", file=sys.stderr)
         sys.exit(2)

@@ -10,9 +10,11 @@ from freetoken.errors import EngineError
 from freetoken.launcher import rundir
 from freetoken.launcher.child import Room
 from freetoken.launcher.health import HealthPoller
+from freetoken.launcher.keeper import Keeper
 from freetoken.launcher.notify import Notifier
 from freetoken.launcher.report import Report
 from freetoken.launcher.supervisor import Supervisor
+from freetoken.wire.keeping import keeper_path
 
 FAKE = str(Path(__file__).with_name("fake_room.py"))
 
@@ -20,6 +22,7 @@ FAKE = str(Path(__file__).with_name("fake_room.py"))
 def main() -> int:
     port, base = sys.argv[1:3]
     behaviours = dict(argument.split("=") for argument in sys.argv[3:])
+    restarts = {"api": 5, "worker": int(behaviours.pop("restarts", 0))}
     log.setup("launcher")
     poller = HealthPoller("127.0.0.1", int(port), busy_s=0.05, calm_s=0.1)
     rooms = [
@@ -29,11 +32,11 @@ def main() -> int:
                 *(sys.executable, FAKE, f"freetoken-{name}", port),
                 *(behaviours.get(name, "well"), "--launcher-pid", str(os.getpid())),
             ),
-            can_restart=name == "api",
+            restarts.get(name, 0),
         )
         for name in ("scheduler", "worker", "api")
     ]
-    with rundir.launcher_dir(Path(base) / "run"):
+    with rundir.launcher_dir(Path(base) / "run") as run_dir:
         poller.start()
         try:
             Supervisor(
@@ -43,6 +46,7 @@ def main() -> int:
                 describe=lambda health: f"serving {health.model} with {health.context_tokens}",
                 report=Report(sys.stdout, sys.stderr, time.monotonic),
                 notifier=Notifier(os.environ),
+                keeper=Keeper(keeper_path(run_dir)),
             ).run()
         except EngineError as error:
             print(f"last: {error}", file=sys.stderr)

@@ -52,8 +52,8 @@ def test_each_phase_is_a_line_with_its_seconds() -> None:
     assert [line.split() for line in out.getvalue().splitlines()] == [
         ["starting", "1.5", "s"],
         ["a", "log", "line"],
-        ["loading", "5.5", "s", "2", "GB", "of", "2", "GB", "…"],
-        ["loading", "7.5", "s", "2", "GB"],
+        ["loading", "5.5", "s", "2", "GB", "of", "2", "GB", "364", "MB/s", "…"],
+        ["loading", "7.5", "s", "2", "GB", "267", "MB/s"],
         ["checking", "0.1", "s"],
         ["ready", "9.1", "s", "in", "all"],
         ["the", "text"],
@@ -67,6 +67,18 @@ def test_a_terminal_shows_the_running_phase_in_one_line_apart_from_logs() -> Non
     assert "a log line" in shown
     assert sum("loading" in line for line in shown) == 1
     assert "1 GB of 2 GB" in out.getvalue()
+
+
+def test_the_speed_of_a_moment_is_not_shown() -> None:
+    out = Terminal()
+    clock = Clock()
+    report = Report(out, out, clock)
+    report.progress(loading(0))
+    for clock.now_s, loaded in ((0.3, 10**9), (1.0, 2 * 10**9)):
+        report.progress(loading(loaded))
+    first, second = out.getvalue().split("of 2 GB")[1:]
+    assert "/s" not in first
+    assert "2 GB/s" in second
 
 
 @pytest.mark.parametrize("can_chat", [True, False])

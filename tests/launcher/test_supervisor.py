@@ -1,3 +1,4 @@
+import os
 import re
 import signal
 import socket
@@ -9,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from freetoken.wire.keeping import keeper_path
+from freetoken.worker.keeper import LauncherKeeper
 from tests.processes import ROOT, Running, clean_environment, free_port, is_gone, kill
 
 DRIVER = str(ROOT / "tests/launcher/run_supervisor.py")
@@ -189,3 +192,50 @@ def test_children_end_when_the_launcher_is_killed_while_they_start(start: Start)
             assert time.monotonic() < deadline_s
         kill(server.process.pid)
         assert all(is_gone(child.pid, 3) for child in children)
+
+
+def test_a_dead_worker_comes_again_as_often_as_it_may(start: Start) -> None:
+    with start("restarts=2") as server:
+        scheduler, worker, api = pids_of(server)
+        for _ in range(2):
+            server.output = ""
+            kill(worker)
+            worker = pid_of(server, "worker")
+        assert not is_gone(scheduler, 0)
+        assert not is_gone(api, 0)
+        kill(worker)
+        assert server.wait(8) == 1
+        assert re.search(r"killed by SIGKILL .*; 3 times in 60 s$", server.last_line)
+
+
+def test_a_worker_that_refuses_to_come_again_ends_the_server(start: Start, tmp_path: Path) -> None:
+    with start("worker=refuses-again", "restarts=2", FAKE_DIR=str(tmp_path)) as server:
+        kill(pids_of(server)[1])
+        assert server.wait(10) == 2
+        assert server.last_line == "last: freetoken-worker: no room for 7 pages"
+
+
+def test_banks_outlive_the_worker_but_not_the_launcher(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with start("restarts=2") as server:
+        _, worker, _ = pids_of(server)
+        fd = os.memfd_create("banks")
+        os.write(fd, b"experts")
+        keeper = LauncherKeeper(keeper_path(path))
+        keeper.keep("0" * 64, fd)
+        for packet in (b"rubbish", b"KEEP " + b"1" * 64):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rude:
+                rude.connect(str(keeper_path(path)))
+                rude.send(packet)
+                assert rude.recv(10) == b""
+        os.close(fd)
+        server.output = ""
+        kill(worker)
+        pid_of(server, "worker")
+        again = keeper.take("0" * 64)
+        assert again is not None
+        assert os.pread(again, 7, 0) == b"experts"
+        os.close(again)
+        server.process.terminate()
+        assert server.wait(5) == 0
+        assert list(path.iterdir()) == []

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freetoken.model.context import KvPools, StepContext
+from freetoken.worker.runner import Limits, Runner
 from freetoken.worker.sizes import ModelSizes
-from freetoken.worker.startup import ReportBytes
+from freetoken.worker.source import ReportBytes
 
 VOCAB_SIZE = 97
 
@@ -31,32 +34,37 @@ class FakeCounters:
 
 @dataclass
 class HashModel:
-    """`fails`: called with the number of tokens before each forward; it may raise."""
+    """`fails`: called with the ids before each forward; it may raise."""
 
     fails: object = None
     forwards: list[tuple[str, int]] = field(default_factory=list)
+    num_layers: int = 4
+    counters: Tensor | None = None
 
     def forward(self, ids: Tensor, context: StepContext, logits_at: Tensor) -> Tensor:
-        self.forwards.append(("forward", len(ids)))
+        count = len(ids) if context.num_tokens is None else int(context.num_tokens)
+        self.forwards.append(("forward", count))
         return self._run(ids, context, logits_at)
 
-    def forward_pass(
+    def start_pass(
         self, ids: Tensor, context: StepContext, logits_at: Tensor, chunk_tokens: int
-    ) -> Tensor:
+    ) -> HashPass:
         self.forwards.append(("pass", len(ids)))
-        return self._run(ids, context, logits_at)
+        return HashPass(self, (ids, context, logits_at), chunk_tokens)
 
-    def take_counters(self) -> FakeCounters:
+    def take_counters(self, on_demand: Sequence[int] | None = None) -> FakeCounters:
         return FakeCounters(distinct_experts=len(self.forwards))
 
     def _run(self, ids: Tensor, context: StepContext, logits_at: Tensor) -> Tensor:
+        count = len(ids) if context.num_tokens is None else int(context.num_tokens)
+        ids, rows, positions = ids[:count], context.rows[:count], context.positions[:count]
         if callable(self.fails):
             self.fails(ids)
         pools, size = context.pools, context.pools.page_size
-        pages = context.page_table[context.rows, context.positions // size].long()
-        pools.k[0][pages, context.positions % size, 0, 0] = ids.float()
-        pools.v[0][pages, context.positions % size, 0, 0] = context.positions.float()
-        assert sum(segment.length for segment in context.segments) == len(ids)
+        pages = context.page_table[rows, positions // size].long()
+        pools.k[0][pages, positions % size, 0, 0] = ids.float()
+        pools.v[0][pages, positions % size, 0, 0] = positions.float()
+        assert sum(segment.length for segment in context.segments) == count
         logits = torch.zeros(len(logits_at), VOCAB_SIZE)
         for i, at in enumerate(logits_at.tolist()):
             row, end = int(context.rows[at]), int(context.positions[at]) + 1
@@ -66,6 +74,40 @@ class HashModel:
             assert positions.tolist() == list(range(end)), "k/v of another position"
             logits[i, expected_next([int(token) for token in found.tolist()])] = 5.0
         return logits
+
+
+@dataclass
+class HashPass:
+    """Computes when its last layer is reached; `fails` is asked chunk by chunk in every layer."""
+
+    model: HashModel
+    step: tuple[Tensor, StepContext, Tensor]
+    chunk_tokens: int
+    at: int = 0
+    is_closed: bool = False
+    found: Tensor | None = None
+
+    def advance(self, num_layers: int | None = None) -> bool:
+        assert not self.is_closed
+        fails, ids = self.model.fails, self.step[0]
+        for _ in range(num_layers or self.model.num_layers - self.at):
+            for chunk in ids.split(self.chunk_tokens):
+                if callable(fails):
+                    fails(chunk)
+            self.at += 1
+        assert self.at <= self.model.num_layers
+        if self.at == self.model.num_layers:
+            self.model.fails, held = None, self.model.fails
+            self.found = self.model._run(*self.step)
+            self.model.fails = held
+        return self.found is not None
+
+    def logits(self) -> Tensor:
+        assert self.found is not None
+        return self.found
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def expected_next(ids: list[int]) -> int:
@@ -89,6 +131,24 @@ def fake_pools(num_pages: int, page_size: int) -> KvPools:
     return KvPools((torch.zeros(shape),), (torch.zeros(shape),), page_size)
 
 
+def new_runner(model: HashModel, *, queues_steps: bool, **changes: int | None) -> Runner:
+    """A runner of small limits, which `changes` change."""
+    limits: dict[str, Any] = {
+        "max_rows": 4,
+        "num_pages": 32,
+        "page_size": 4,
+        "context_tokens": 64,
+        "vocab_size": VOCAB_SIZE,
+        "max_step_tokens": 64,
+        "chunk_tokens": 64,
+        "max_pass_tokens": 128,
+        "max_on_demand_tokens": None,
+    }
+    made = Limits(**(limits | changes))
+    pools = fake_pools(made.num_pages, made.page_size)
+    return Runner(model, pools, made, queues_steps=queues_steps)
+
+
 class HashSource:
     """A ModelSource of the hash model; `load` and `read_sizes` may be made to fail or to wait."""
 
@@ -97,8 +157,15 @@ class HashSource:
         self.num_checks = self.num_loads = 0
         self.sizes = fake_sizes(**sizes)
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def read_sizes(self) -> ModelSizes:
         return self.sizes
+
+    def find_banks(self, experts: str) -> int:
+        return 0
 
     def check(self, experts: str) -> None:
         self.num_checks += 1

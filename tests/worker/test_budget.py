@@ -5,7 +5,16 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from freetoken.worker.budget import MIN_MARGIN_BYTES, budget_of, cgroup_free, measure_budget
+from freetoken.worker.budget import (
+    GPU_CONTEXT_BYTES,
+    MIN_GPU_MARGIN_BYTES,
+    MIN_MARGIN_BYTES,
+    budget_of,
+    card_budget_of,
+    cgroup_free,
+    gpu_budget_of,
+    measure_budget,
+)
 
 MIB = 1 << 20
 
@@ -64,6 +73,14 @@ def test_a_margin_is_left():
     assert budget_of(100 * MIB) == 0
     assert budget_of(1000 * MIB) == 1000 * MIB - MIN_MARGIN_BYTES
     assert budget_of(100_000 * MIB) == 95_000 * MIB
+
+
+def test_a_gpu_keeps_a_margin_and_a_card_its_context_too():
+    assert gpu_budget_of(100 * MIB) == 0
+    assert gpu_budget_of(1000 * MIB) == 1000 * MIB - MIN_GPU_MARGIN_BYTES
+    assert gpu_budget_of(100_000 * MIB) == 98_000 * MIB
+    assert card_budget_of(24_000 * MIB) == gpu_budget_of(24_000 * MIB - GPU_CONTEXT_BYTES)
+    assert card_budget_of(1) == 0
 
 
 def test_the_budget_of_this_machine_is_below_its_free_memory():

@@ -46,6 +46,7 @@ def test_the_page_table_takes_additions_and_corrections():
     table = PageTable(2, 4, torch.device("cpu"))
     table.add(1, 0, np.array([7, 8], np.int32))
     table.add(1, 1, np.array([9, 3], np.int32))
+    table.flush()
     assert table.device[1, :3].tolist() == [7, 9, 3]
     assert table.num_pages.tolist() == [0, 3]
     table.clear(np.array([1]))

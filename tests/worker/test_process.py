@@ -16,6 +16,7 @@ import pytest
 from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError
 from freetoken.wire.messages import (
+    PROTOCOL_VERSION,
     FailureScope,
     Hello,
     Phase,
@@ -165,7 +166,7 @@ def test_failing_to_load_is_told_to_a_scheduler_that_has_welcomed_us(run_dir, sc
 
     worker = WorkerThread(run_dir, Failing())
     scheduler.expect(Hello)
-    scheduler.send(Welcome(1, os.getpid(), 5))
+    scheduler.send(Welcome(PROTOCOL_VERSION, os.getpid(), 5))
     welcomed.set()
     failed = scheduler.expect(WorkerFailed)
     assert (failed.scope, failed.epoch, failed.message) == (

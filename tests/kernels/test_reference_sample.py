@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from freetoken.worker import filters as subject
-from freetoken.worker.filters import Filters, draw, keep, suffices
+from freetoken.kernels import reference_sample as subject
+from freetoken.kernels.reference_sample import Filters, draw, keep, suffices
 
 
 def make_filters(num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

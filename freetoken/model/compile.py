@@ -1,0 +1,90 @@
+"""Regional compilation: one decoder layer is compiled, and the result serves all layers of a kind.
+
+What differs between layers is tensors (weights, the seat of model/ops.py), so torch.compile finds
+its code again for each of them. The number of tokens is dynamic; one token has code of its own.
+Compiled code is kept in the user's cache: a second start takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from freetoken.model.decoder import LayerProxy
+
+MAX_KINDS = 64
+"""Compiled forms of a layer: kinds of layers, times one or several tokens, times models."""
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class CompiledLayer(LayerProxy):
+    """A decoder layer that runs as compiled code."""
+
+    def __init__(self, layer: nn.Module, run: RunLayer) -> None:
+        super().__init__(layer)
+        self._run = run
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden: [1, T, C]."""
+        num_tokens = hidden.shape[1]
+        if num_tokens > 1:
+            _mark((hidden, args, kwargs), num_tokens)
+        return self._run(self._layer, (hidden, *args), kwargs)
+
+
+def compiled_layers(
+    layers: Sequence[nn.Module], backend: str | Callable[..., Any] = "inductor"
+) -> list[nn.Module]:
+    """The layers, compiled on first use; those that are alike share compiled code."""
+    options: dict[str, Any] | None = None
+    if backend == "inductor":
+        use_cache()
+        options = _options()
+    limit = max(torch._dynamo.config.recompile_limit, MAX_KINDS)
+    torch._dynamo.config.recompile_limit = limit
+    run = torch.compile(_run_layer, fullgraph=True, backend=backend, options=options)
+    return [CompiledLayer(layer, run) for layer in layers]
+
+
+def use_cache() -> None:
+    """Let compiled code be kept in the user's cache, unless the environment says where."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # inductor itself puts its default there, a directory below /tmp, once it has been loaded.
+    if os.environ.get(CACHE_VARIABLE) in (None, "", default_cache_dir()):
+        home = os.environ.get("XDG_CACHE_HOME", "")
+        base = Path(home) if home.startswith("/") else Path.home() / ".cache"
+        os.environ[CACHE_VARIABLE] = str(base / "freetoken" / "inductor")
+
+
+def _options() -> dict[str, Any]:
+    from freetoken.model.graph_passes import LayerPasses  # loads inductor
+
+    return {"post_grad_custom_pre_pass": LayerPasses()}
+
+
+def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch.compile traces."""
+    return layer(*args, **kwargs)
+
+
+def _mark(value: Any, num_tokens: int) -> None:
+    """Say which dimensions are the tokens, before torch.compile takes a first size for constant."""
+    if isinstance(value, torch.Tensor):
+        for dim, size in enumerate(value.shape[:2]):
+            if size == num_tokens and (dim == 1 or value.dim() == 1):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _mark(item, num_tokens)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _mark(item, num_tokens)

@@ -1,0 +1,95 @@
+"""What we change in the graph of a compiled decoder layer, before inductor makes kernels of it.
+
+Products that are computed twice are computed once: JointLinear layers each compute the product of
+them all. `aten.topk`, which calls a general selection, becomes our operator for the few best of a
+router's few hundred scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+import freetoken.model.ops  # noqa: F401  the operators must exist
+
+aten = torch.ops.aten
+# Operators whose result depends on nothing but their arguments, of which layers repeat some.
+PURE = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.mm.default,
+    aten.addmm.default,
+)
+MAX_SCORES = 1024
+MAX_TOP = 64
+
+
+class LayerPasses(CustomGraphPass):
+    """All of it; inductor's cache knows it by this file's contents."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        merge_repeated(graph)
+        replace_topk(graph)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+    def __eq__(self, other: object) -> bool:
+        """torch.compile compares options to find compiled code again."""
+        return isinstance(other, LayerPasses)
+
+    def __hash__(self) -> int:
+        return hash(LayerPasses)
+
+
+def merge_repeated(graph: fx.Graph) -> None:
+    """Let every pure operator with the same arguments as an earlier one take its result."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in PURE or node.kwargs:
+            continue
+        key = (node.target, _freeze(node.args))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def replace_topk(graph: fx.Graph) -> None:
+    """Let our operator choose where the best of the last dimension are asked for."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.topk.default and _is_routing(node):
+            node.args = node.args[:2]
+            node.kwargs = {}
+            node.target = torch.ops.freetoken.top_k.default
+
+
+def _is_routing(node: fx.Node) -> bool:
+    names = ("self", "k", "dim", "largest", "sorted")
+    arguments: dict[str, Any] = dict(zip(names, node.args, strict=False))
+    arguments |= node.kwargs
+    scores = arguments["self"].meta["val"]
+    k, size = arguments["k"], scores.shape[-1]
+    return (
+        scores.dim() == 2
+        and arguments.get("dim", -1) in (-1, 1)
+        and bool(arguments.get("largest", True))
+        and scores.dtype.is_floating_point
+        and scores.dtype != torch.float64
+        and isinstance(k, int)
+        and isinstance(size, int)
+        and k <= min(MAX_TOP, size)
+        and size <= MAX_SCORES
+    )
+
+
+def _freeze(value: Any) -> Any:
+    """Arguments as a key; symbolic sizes are nodes of the graph and stand for themselves."""
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(item) for item in value)
+    return value

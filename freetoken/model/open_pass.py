@@ -1,0 +1,138 @@
+"""A pass that is open: it runs some layers when asked to and waits between them.
+
+transformers' forward cannot be left and entered again, so it runs in a thread of its own that
+waits before a layer. Exactly one of that thread and its owner runs: the owner waits in `advance`
+while the thread works, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import torch
+
+from freetoken.model.passes import PassRun
+
+BeforeLayer = Callable[[], None]
+
+
+class _Closed(BaseException):
+    """Ends the forward of a pass that is given up; no handler of model code takes it."""
+
+
+class OpenPass:
+    """One pass over all layers. Made by ServedModel.start_pass.
+
+    While it waits, on-demand steps may run. On a GPU `advance` returns when the layers are queued
+    on the stream, not when they are done.
+    """
+
+    def __init__(
+        self,
+        make_run: Callable[[BeforeLayer], PassRun],
+        forward: Callable[[], torch.Tensor],
+        device: torch.device,
+        ended: Callable[[], None],
+    ) -> None:
+        """`forward`: the whole forward, called in the pass's thread · `ended`: called once."""
+        self._run = make_run(self._before_layer)
+        self._forward = forward
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._ended = ended
+        self._num_threads = torch.get_num_threads()
+        self._layers_left: int | None = 0
+        # How many layers to run (None: all that are left), or the order to give up.
+        self._orders: SimpleQueue[int | _Closed | None] = SimpleQueue()
+        # None: paused · the logits · what went wrong.
+        self._reports: SimpleQueue[torch.Tensor | BaseException | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._logits: torch.Tensor | None = None
+        self._is_over = False
+
+    def advance(self, num_layers: int | None = None) -> bool:
+        """Run the next `num_layers` decoder layers (None: all that are left); True: it is done.
+
+        Whatever goes wrong in the pass is raised here, and ends it.
+        """
+        assert num_layers is None or num_layers > 0
+        if self._logits is not None:
+            return True
+        assert not self._is_over, "the pass is closed or has failed"
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="pass", daemon=True)
+            self._thread.start()
+        self._num_threads = torch.get_num_threads()
+        self._orders.put(num_layers)
+        report = self._reports.get()
+        if report is None:
+            return False
+        self._finish()
+        if isinstance(report, BaseException):
+            raise report
+        self._logits = report
+        return True
+
+    def logits(self) -> torch.Tensor:
+        """[n, V] float32 once `advance` has returned True."""
+        assert self._logits is not None, "the pass is not done"
+        return self._logits
+
+    def close(self) -> None:
+        """Give up what is left; harmless when the pass is over."""
+        if self._is_over:
+            return
+        if self._thread is not None:
+            self._orders.put(_Closed())
+            self._reports.get()
+        self._finish()
+
+    def _finish(self) -> None:
+        self._is_over = True
+        if self._thread is not None:
+            self._thread.join()
+        self._ended()
+
+    def _work(self) -> None:
+        """The thread. A new one starts outside inference mode and on the default stream."""
+        report: torch.Tensor | BaseException
+        try:
+            self._take_order()
+            with torch.inference_mode(), self._on_stream():
+                try:
+                    self._run.begin()
+                    report = self._forward()
+                finally:
+                    self._run.end()
+        except BaseException as error:
+            report = error
+        self._reports.put(report)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def _before_layer(self) -> None:
+        if self._layers_left == 0:
+            self._run.pause()
+            self._reports.put(None)
+            self._take_order()
+            self._run.resume()
+        if self._layers_left is not None:
+            self._layers_left -= 1
+
+    def _take_order(self) -> None:
+        order = self._orders.get()
+        if isinstance(order, _Closed):
+            raise order
+        self._layers_left = order
+        # The number of threads belongs to a thread; the owner may have changed its own.
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)

@@ -1,0 +1,81 @@
+"""The first steps of a runner: memory that is short shows now, not to a client, and the first
+request pays for no first call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from freetoken import log
+from freetoken.wire.messages import (
+    Extend,
+    PageRun,
+    RowStart,
+    Sampling,
+    StepMode,
+    StepPlan,
+    pack_ids,
+)
+from freetoken.worker.runner import Runner
+from freetoken.worker.threads import StepThreads
+
+_log = log.get(__name__)
+
+
+def warm_up(runner: Runner, threads: StepThreads | None) -> None:
+    """The largest extend on demand, decode steps (which calibrate `threads`), and where there are
+    passes the largest chunk of one. Leaves no row."""
+    limits = runner.limits
+    num_decodes = 1 + (0 if threads is None else threads.num_calibration_steps)
+    length = min(limits.max_step_tokens, limits.context_tokens - num_decodes)
+    runner.execute(_extend(runner, max(1, length), StepMode.ON_DEMAND))
+    positions = iter(range(max(1, length), limits.context_tokens))
+    _decode_s(runner, positions)
+    if threads is not None and limits.context_tokens - length >= num_decodes:
+        threads.calibrate(lambda: _decode_s(runner, positions))
+        _log.info(log.event("threads", narrow=threads.num_narrow, wide=threads.num_wide))
+    runner.forget_all()
+    if runner.limits.max_on_demand_tokens is not None:
+        length = min(limits.chunk_tokens, limits.max_pass_tokens, limits.context_tokens - 1)
+        runner.execute(_extend(runner, length, StepMode.PASS))
+        runner.forget_all()
+
+
+def _extend(runner: Runner, num_tokens: int, mode: StepMode) -> StepPlan:
+    """Row 0 from its first token on, with pages for a whole context."""
+    limits = runner.limits
+    pages = range(-(-limits.context_tokens // limits.page_size))
+    return StepPlan(
+        step_id=0,
+        epoch=0,
+        mode=mode,
+        forget_rows=b"",
+        page_copies=(),
+        starts=(RowStart(0, Sampling(temperature=0.0), 0, b"", b""),),
+        page_runs=(PageRun(0, 0, pack_ids(pages)),),
+        extends=(Extend(0, 0, pack_ids([0] * num_tokens), True),),
+        decode_rows=b"",
+        decode_positions=b"",
+    )
+
+
+def _decode_s(runner: Runner, positions: Iterator[int]) -> float:
+    """Seconds of a decode step of row 0; nothing if its context is full."""
+    position = next(positions, None)
+    if position is None:
+        return 0.0
+    plan = StepPlan(
+        step_id=0,
+        epoch=0,
+        mode=StepMode.ON_DEMAND,
+        forget_rows=b"",
+        page_copies=(),
+        starts=(),
+        page_runs=(),
+        extends=(),
+        decode_rows=pack_ids([0]),
+        decode_positions=pack_ids([position]),
+    )
+    started_s = time.perf_counter()
+    runner.execute(plan)
+    return time.perf_counter() - started_s

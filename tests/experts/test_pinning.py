@@ -1,0 +1,69 @@
+"""What is pinned when the system lets us pin everything, something, or nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from freetoken.experts.bank import RowBank
+from freetoken.experts.layout import ExpertLayout
+from freetoken.experts.pinning import pin_banks
+
+LAYOUT = ExpertLayout.plan({"up_proj": (8, 16), "down_proj": (16, 8)}, torch.float32)
+
+
+class Register:
+    """Pins up to `limit` tensors."""
+
+    def __init__(self, limit: int, error: Exception | None = None) -> None:
+        self.pinned: list[int] = []
+        self.calls = 0
+        self._limit = limit
+        self._error = error or RuntimeError("out of memory")
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.calls += 1
+        if len(self.pinned) == self._limit:
+            raise self._error
+        self.pinned.append(tensor.data_ptr())
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("freetoken"), "propagate", True)
+
+
+def make_banks() -> list[RowBank]:
+    return [RowBank(LAYOUT, 4) for _ in range(3)]
+
+
+def test_every_bank_is_pinned_where_it_lies() -> None:
+    banks = make_banks()
+    register = Register(3)
+    assert pin_banks(banks, register) == 3
+    assert register.pinned == [bank.rows.data_ptr() for bank in banks]
+    assert all(bank.is_pinned for bank in banks)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), OSError(12, "ENOMEM")])
+@pytest.mark.parametrize("limit", [0, 2])
+def test_the_first_failure_is_the_last_try_and_is_told(
+    caplog: pytest.LogCaptureFixture, limit: int, error: Exception
+) -> None:
+    banks = make_banks()
+    register = Register(limit, error)
+    assert pin_banks(banks, register) == limit
+    assert register.calls == limit + 1
+    assert [bank.is_pinned for bank in banks] == [layer < limit for layer in range(3)]
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    told = record.getMessage()
+    assert f"({limit} of 3 layers)" in told
+    assert str(error) in told
+    assert "ulimit -l" in told
+    assert "staging buffer" in told
+
+
+def test_a_model_without_experts_has_nothing_to_pin() -> None:
+    assert pin_banks([], Register(0)) == 0
