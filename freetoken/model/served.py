@@ -18,7 +18,7 @@ from freetoken.experts.slots import SlotPool
 from freetoken.experts.stream import PassRing
 from freetoken.kernels.hugepages import MemoryRange
 from freetoken.model.attention import StepAttention
-from freetoken.model.compile import compiled_layers
+from freetoken.model.compile import make_compiler
 from freetoken.model.context import StepContext
 from freetoken.model.decoder import find_decoder_layers, with_layers
 from freetoken.model.experts import number_moe_layers
@@ -199,18 +199,26 @@ class ServedModel:
             ring.hits = ring.misses = 0
         return ExpertCounters(hits, misses, misses * pool.layout.row_bytes, distinct)
 
-    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Run decoder layers as compiled code, made when a number of tokens first needs it.
+    def compile(self) -> None:
+        """Run layers as compiled code if they can be, and then compute what they did; see
+        compile_checked. Before a forward is captured."""
+        from freetoken.model.compile_check import compile_checked  # which needs this class
 
-        To be called before a forward is captured. `backend`: one of torch.compile's.
+        compile_checked(self)
+
+    def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Run layers as compiled code, made when a number of tokens first needs it.
+
+        `backend`: one of torch.compile's.
         """
         assert self._seat.run is None, "a pass is open"
-        layers = compiled_layers(self._layers, backend)
-        self._model = with_layers(self._plain, layers)
-        self._pass_model = chunked_model(self._plain, layers, self._seat)
+        compiled = make_compiler(backend)
+        layers = [compiled(layer) for layer in self._layers]
+        self._model = with_layers(self._plain, layers, compiled)
+        self._pass_model = chunked_model(self._model, layers, self._seat)
 
     def run_eagerly(self) -> None:
-        """Run layers as they are, as before `compile`."""
+        """Run layers as they are, as before `compile_layers`."""
         assert self._seat.run is None, "a pass is open"
         self._model = self._plain
         self._pass_model = chunked_model(self._plain, self._layers, self._seat)

@@ -73,7 +73,13 @@ def open_source(config: Config) -> ModelSource:
         raise ConfigError("no model is given; name the directory of a checkpoint")
     keeper = None if config.run_dir is None else find_keeper(config.run_dir, os.environ)
     device = find_device(config.device)
-    return CheckpointSource(Path(config.model), config.dtype, device, keeper)
+    return CheckpointSource(
+        Path(config.model),
+        config.dtype,
+        device,
+        keeper,
+        overlap_passes=not config.disable_moe_prefill_overlap,
+    )
 
 
 def serve(config: Config, source: ModelSource) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from freetoken.kernels.expert_launches import (
     SHARED_BYTES,
-    TOKEN_DOWN_TOKENS,
     Launch,
     Work,
     candidate_launches,
@@ -54,14 +53,17 @@ def test_candidates_fit_every_card_and_start_with_the_choice(method: str) -> Non
             assert launch.method == method
 
 
-def test_only_few_tokens_sum_their_experts_in_the_down_product() -> None:
-    for work in works(1):
-        is_few = work.num_tokens <= TOKEN_DOWN_TOKENS
-        assert (choose_down(work, True).method == "token") == is_few
-        assert choose_down(work, False).method == "dot"
+def test_the_down_product_sums_a_tokens_experts_where_little_is_read_twice() -> None:
+    chosen = [choose_down(work, True).method for work in works(1) if work.num_tokens == 1]
+    assert set(chosen) == {"token"}
+    few = Work(4, 8, 128, 768, 2048, 1, 2)
+    assert choose_down(few, True).method == "token"
+    assert choose_down(few, False).method == "dot"
+    for many in (Work(8, 8, 128, 768, 2048, 1, 2), Work(4, 4, 32, 2880, 2880, 1, 2)):
+        assert choose_down(many, True).method == "dot"
 
 
-def test_pairs_per_expert_counts_active_experts_only() -> None:
-    assert Work(1, 8, 128, 1, 1, 1, 2).pairs_per_expert == pytest.approx(1)
-    assert Work(2, 4, 4, 1, 1, 1, 2).pairs_per_expert == pytest.approx(2)
-    assert 1.1 < Work(8, 8, 128, 1, 1, 1, 2).pairs_per_expert < 1.4
+def test_num_active_counts_distinct_experts() -> None:
+    assert Work(1, 8, 128, 1, 1, 1, 2).num_active == pytest.approx(8)
+    assert Work(2, 4, 4, 1, 1, 1, 2).num_active == pytest.approx(4)
+    assert 50 < Work(8, 8, 128, 1, 1, 1, 2).num_active < 55

@@ -300,6 +300,6 @@ def test_an_extend_and_an_end_are_one_log_line_each(caplog: pytest.LogCaptureFix
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert lines[0].startswith("extend id=a tokens=1 cached=99 path=on_demand ms=")
-    assert lines[0].endswith(" bytes=0")
+    assert lines[0].endswith(" bytes=0 hits=0 misses=0 distinct=0")
     assert lines[1].startswith("request.end id=a prompt=100 cached=99 output=5 finish=length ttft")
     assert FinishReason.LENGTH in lines[1]
