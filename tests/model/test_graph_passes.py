@@ -105,3 +105,9 @@ def test_layers_that_do_not_match_are_not_joined() -> None:
     parent = nn.ModuleDict({"gate_proj": nn.Linear(8, 4), "up_proj": nn.Linear(6, 4)})
     join_linears(parent)
     assert all(type(layer) is nn.Linear for layer in parent.values())
+
+
+@pytest.mark.parametrize("k", [1, 2, 32])
+def test_operator_gives_what_its_compiled_callers_expect(k: int) -> None:
+    scores = torch.rand(5, 32)
+    torch.library.opcheck(torch.ops.freetoken.top_k.default, (scores, k))
