@@ -13,11 +13,10 @@ import torch
 
 from freetoken import log
 from freetoken.experts.bank import RowBank
+from freetoken.kernels import pinned
 
 Register = Callable[[torch.Tensor], None]
 """Pin and map the memory of a contiguous cpu tensor; raises RuntimeError or OSError."""
-REGISTER_FLAGS = 1 | 2
-"""cudaHostRegisterPortable | cudaHostRegisterMapped."""
 GIB = 1 << 30
 
 _log = log.get(__name__)
@@ -28,7 +27,7 @@ def pin_banks(banks: Sequence[RowBank], register: Register | None = None) -> int
 
     The banks' rows begin on a page of their own. Takes 0.1 s/GiB (H200's host, 2026-12-01).
     """
-    register = register or register_with_cuda
+    register = register or pinned.register
     for index, bank in enumerate(banks):
         if not bank.rows.numel():
             continue
@@ -40,14 +39,6 @@ def pin_banks(banks: Sequence[RowBank], register: Register | None = None) -> int
         bank.is_pinned = True
     _log.info(log.event("bank.pinned", layers=len(banks), mib=_num_bytes(banks) >> 20))
     return len(banks)
-
-
-def register_with_cuda(tensor: torch.Tensor) -> None:
-    """cudaHostRegister of the tensor's memory; RuntimeError with CUDA's reason."""
-    cudart = torch.cuda.cudart()
-    result = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, REGISTER_FLAGS)
-    if int(result) != 0:
-        raise RuntimeError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
 
 
 def _num_bytes(banks: Sequence[RowBank]) -> int:
