@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from freetoken.config import Config
 from freetoken.errors import ConfigError
 from freetoken.experts.cost import Link
-from freetoken.worker import startup as subject
 from freetoken.worker.device import MemoryReading
 from freetoken.worker.memory import plan_memory
 from freetoken.worker.sizes import make_request
-from freetoken.worker.startup import choose_experts, grow_slots, make_limits, measure_threshold
+from freetoken.worker.startup import choose_experts, grow_slots, make_limits, make_threshold
 from tests.worker.fakes import HashModel, fake_sizes
 
 GIB = 1 << 30
 MIB = 1 << 20
+LINK = Link(copy_bytes_s=50e9, gather_bytes_s=45e9)
 MOE = {
     "on_gpu": True,
     "num_moe_layers": 8,
@@ -31,11 +30,9 @@ DENSE = {"on_gpu": True}
 
 
 class Grown(HashModel):
-    """Notes the slots it is given; `bank_rows` is asked for when the link is measured."""
+    """Notes the slots it is given."""
 
     num_slots = None
-    bank_rows = None
-    device = torch.device("cuda")
 
     def resize_slots(self, num_slots):
         self.num_slots = num_slots
@@ -115,16 +112,14 @@ def test_slots_that_were_asked_for_stay_as_many(flag):
 
 
 @pytest.mark.parametrize(("option", "expected"), [(0, 0), (17, 17)])
-def test_a_given_threshold_is_taken_as_it_is(monkeypatch, option, expected):
-    monkeypatch.setattr(subject, "measure_link", lambda *_: Link(50e9, 45e9))
+def test_a_given_threshold_is_taken_as_it_is(option, expected):
     config, sizes = Config(extend_threshold=option), fake_sizes(**MOE)
-    threshold = measure_threshold(config, sizes, planned(config, sizes), Grown())
+    threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
     assert threshold.tokens == expected
 
 
 @pytest.mark.parametrize("sizes", [MOE, DENSE])
-def test_a_threshold_is_found_from_the_link_and_within_the_largest_step(monkeypatch, sizes):
-    monkeypatch.setattr(subject, "measure_link", lambda *_: Link(50e9, 45e9))
+def test_a_threshold_is_found_from_the_link_and_within_the_largest_step(sizes):
     config, sizes = Config(), fake_sizes(**sizes)
-    threshold = measure_threshold(config, sizes, planned(config, sizes), Grown())
+    threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
     assert 1 <= threshold.tokens <= 256
