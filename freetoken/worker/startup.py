@@ -62,13 +62,13 @@ def start(
 
     with _stage(progress, Phase.CHECKING, "checking the model's class against transformers"):
         source.check(experts)
-    memory = DeviceMemory(source.device) if sizes.on_gpu else None
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, plan.context_tokens, report)
         trim_heap()
         # Now there is room for it: the KV pool is still to come.
         link = measure_link(model.device, model.bank_rows) if sizes.on_gpu else None
+    memory = DeviceMemory(source.device) if sizes.on_gpu else None
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
         assert pool_bytes(pools) == plan.prices["kv"]
