@@ -24,8 +24,8 @@ MARGIN = 4099  # numbers that a block has beyond that: no period divides the row
 PIECE_SIZE = 1 << 21  # numbers at most that are written from one place of the block
 MAX_THREADS = 16
 GAIN = 1.6  # of a matrix: outputs over inputs
-# Attention's outputs are means over tokens. If they are not small beside embeddings, each layer adds
-# more of what all tokens have in common, until all are routed to the same experts.
+# Attention's outputs are means over tokens. Unless they are small beside embeddings, each layer
+# adds more of what all tokens have in common, until all are routed to the same experts.
 EMBEDDING_STD = 1.0
 ATTENTION_GAIN = 0.2
 TYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

@@ -285,6 +285,7 @@ def test_counters_add_up() -> None:
     assert gauges["cached_tokens"] == 99
     assert gauges["output_tokens"] == 10 + len(driver.text("c"))
     assert gauges["steps"] == len(driver.plans)
+    assert gauges["distinct_experts"] == gauges["expert_bytes_pass"] == 0
     assert gauges["pages_used"] == gauges["running"] == gauges["waiting"] == 0
     assert gauges["pages_free"] + gauges["pages_cached"] == 64
 
