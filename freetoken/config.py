@@ -126,6 +126,9 @@ class Config(BaseModel):
         Annotated[int, Field(ge=0)] | Literal["auto"],
         Field(description="steps with more extend tokens than this stream whole layers; 0: always"),
     ] = "auto"
+    disable_moe_prefill_overlap: Annotated[
+        bool, Field(description="stream a layer's experts after the layer before, not beside it")
+    ] = False
 
     # ---- processes
     threads: Annotated[

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from engine_counters import SETTLE_S, EngineWork, Meter
 from exact_prompts import PromptMaker, find_units
 from openai_load import Ask, BenchError, Server, Timing
 
@@ -36,19 +37,23 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """TTFT of one kind of prompt; a value per repetition. `tokens`: fresh length, or extend."""
+    """TTFT of one kind of prompt; a value per repetition. `tokens`: fresh length, or extend ·
+    work: what the engine did for it, empty if the server does not tell."""
 
     tokens: int
     ttft_ms: tuple[float, ...]
     prompt_tokens: tuple[int, ...]
     cached_tokens: tuple[int | None, ...]
+    work: tuple[EngineWork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
     """Streams side by side, while all of them decode; a value per repetition.
 
-    gap_ms: time per token of a stream · p50, p99: between events, which hold `tokens_per_event`
+    gap_ms: time per token of a stream · p50, p99: between events, which hold `tokens_per_event` ·
+    work: of all streams from their start to their end, whose prompts were cached before; empty if
+    the server does not tell.
     """
 
     concurrency: int
@@ -58,6 +63,7 @@ class Decode:
     event_p99_ms: tuple[float, ...]
     tokens_per_s: tuple[float, ...]
     tokens_per_event: float
+    work: tuple[EngineWork, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,17 @@ def count_requests(plan: Plan) -> int:
     return plan.repeats * (len(plan.lengths) + 2 * len(plan.extends) + decode)
 
 
-async def run_plan(server: Server, plan: Plan, rng: random.Random, advance: Advance) -> Results:
-    """All of `plan`; what the server cannot hold is left out with a note."""
+async def run_plan(
+    server: Server,
+    plan: Plan,
+    rng: random.Random,
+    advance: Advance,
+    settle_s: float = SETTLE_S,
+) -> Results:
+    """All of `plan`; what the server cannot hold is left out with a note.
+
+    `settle_s`: how long an engine that tells what it does takes to tell it.
+    """
     await server.learn()
     notes = [f"the server refuses {name!r}" for name in await server.drop_unsupported()]
     prompts = await find_units(server.count_prompt_tokens, rng)
@@ -86,7 +101,9 @@ async def run_plan(server: Server, plan: Plan, rng: random.Random, advance: Adva
         notes.append(
             f"prompt lengths are approximate ({prompts.tokens_per_unit:.2f} tokens a word)"
         )
-    bench = _Bench(server, plan, prompts, rng, advance)
+    meter = Meter(server, settle_s)
+    await meter.learn()
+    bench = _Bench(server, plan, prompts, rng, advance, meter)
     lengths = bench.fitting(plan.lengths, 1, notes)
     extends = bench.fitting(plan.extends, plan.prefix_tokens + 1, notes)
     await bench.warm_up()
@@ -116,9 +133,10 @@ class _Bench:
         prompts: PromptMaker,
         rng: random.Random,
         advance: Advance,
+        meter: Meter,
     ) -> None:
         self._server, self._plan, self._prompts = server, plan, prompts
-        self._rng, self._advance = rng, advance
+        self._rng, self._advance, self._meter = rng, advance, meter
 
     def fitting(self, counts: tuple[int, ...], beside: int, notes: list[str]) -> list[int]:
         """Those of `counts` that fit in the server's context with `beside` other tokens."""
@@ -140,34 +158,50 @@ class _Bench:
         await self._server.stream(self._prompts.make(tokens, self._rng), Ask(max_tokens=4))
 
     async def fresh(self, length: int) -> FirstToken:
-        timings = []
+        timings, work = [], []
         for _ in range(self._plan.repeats):
             prompt = self._prompts.make(length, self._rng)
-            timings.append(await self._server.stream(prompt, Ask(max_tokens=1)))
+            timing, cost = await self._first_token(prompt)
+            timings.append(timing)
+            work += cost
             self._advance(f"fresh, {length} tokens", 1)
-        return _first_token(length, timings)
+        return _first_token(length, timings, work)
 
     async def extend(self, extend: int) -> FirstToken:
-        timings = []
+        timings, work = [], []
         for _ in range(self._plan.repeats):
             prefix = self._prompts.make(self._plan.prefix_tokens, self._rng)
             await self._server.stream(prefix, Ask(max_tokens=1))
-            longer = prefix + self._prompts.more(extend, self._rng)
-            timings.append(await self._server.stream(longer, Ask(max_tokens=1)))
+            timing, cost = await self._first_token(prefix + self._prompts.more(extend, self._rng))
+            timings.append(timing)
+            work += cost
             self._advance(f"extend by {extend} tokens", 2)
-        return _first_token(extend, timings)
+        return _first_token(extend, timings, work)
+
+    async def _first_token(self, prompt: str) -> tuple[Timing, list[EngineWork]]:
+        await self._meter.start()
+        timing = await self._server.stream(prompt, Ask(max_tokens=1))
+        work = await self._meter.stop()
+        return timing, [] if work is None else [work]
 
     async def decode(self, streams: int, temperature: float) -> Decode:
-        rounds = []
+        rounds, work = [], []
         ask = Ask(max_tokens=self._plan.max_tokens, temperature=temperature)
         tokens = max(self._plan.decode_prompt_tokens, self._prompts.min_tokens)
         for _ in range(self._plan.repeats):
             made = [self._prompts.make(tokens, self._rng) for _ in range(streams)]
+            if self._meter.is_available:  # so that what is counted is decoding
+                await asyncio.gather(*(self._server.stream(prompt, Ask(1)) for prompt in made))
+            await self._meter.start()
             timings = await asyncio.gather(*(self._server.stream(prompt, ask) for prompt in made))
+            cost = await self._meter.stop()
+            work += [] if cost is None else [cost]
             rounds.append(measure_decode(timings))
             self._advance(f"decode, {streams} at once", streams)
         gaps, p50s, p99s, speeds, per_event = zip(*rounds, strict=True)
-        return Decode(streams, temperature, gaps, p50s, p99s, speeds, median(per_event))
+        return Decode(
+            streams, temperature, gaps, p50s, p99s, speeds, median(per_event), tuple(work)
+        )
 
 
 def measure_decode(timings: list[Timing]) -> tuple[float, float, float, float, float]:
@@ -201,10 +235,11 @@ def measure_decode(timings: list[Timing]) -> tuple[float, float, float, float, f
     )
 
 
-def _first_token(tokens: int, timings: list[Timing]) -> FirstToken:
+def _first_token(tokens: int, timings: list[Timing], work: list[EngineWork]) -> FirstToken:
     return FirstToken(
         tokens=tokens,
         ttft_ms=tuple(timing.ttft_ms for timing in timings),
         prompt_tokens=tuple(timing.prompt_tokens for timing in timings),
         cached_tokens=tuple(timing.cached_tokens for timing in timings),
+        work=tuple(work),
     )

@@ -9,8 +9,9 @@ Works against FreeToken, vLLM, SGLang and llama.cpp's server. It measures
   extend   TTFT of a prompt the server has just seen plus k more tokens, by k
   decode   gap between tokens of a stream, and tokens/s of all, by concurrency and temperature
 
-Every repetition uses prompts of its own, so nothing is cached by accident. Medians go to stdout as
-tables, everything to --json FILE, progress to stderr.
+Every repetition uses prompts of its own, so nothing is cached by accident. Where /metrics tells
+what the engine did, as FreeToken's does, experts and misses stand beside each figure. Medians go to
+stdout as tables, everything to --json FILE, progress to stderr.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from openai_load import BenchError, Server
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-TABLE_WIDTH = 100
+TABLE_WIDTH = 120
 
 
 def main(argv: Sequence[str] | None = None) -> int:

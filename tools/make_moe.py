@@ -2,10 +2,9 @@
 
 The files are those of a published checkpoint of the family: config, sharded safetensors in the
 family's own key format, generation config, and a byte-level tokenizer (one token per byte) with a
-chat template. One layer is in memory at a time. The same arguments give the same bytes.
+chat template. The same arguments give the same bytes.
 
-    python tools/make_moe.py /data/moe --layers 16 --experts 128 --top-k 8 --hidden 2048 \
-        --expert-hidden 768 --heads 32 --kv-heads 4 --head-dim 128 --vocab 151936
+    python tools/make_moe.py /data/moe --shape qwen3 --layers 4
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import argparse
 import json
 import shutil
 import sys
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizer import NUM_BYTES, SPECIAL_TOKENS, write_tokenizer
+from random_weights import RandomWeights
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -31,12 +30,6 @@ from freetoken.model.build import build_meta_model
 from freetoken.model.experts import experts_modules, num_experts, plan_layout
 from freetoken.model.shape import measure_shape
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-NUM_BYTES = 256
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # What families call the same thing; every name that a config has is set.
 EXPERT_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
@@ -64,6 +57,40 @@ class MoeShape:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
+SHAPES = {
+    "tiny": MoeShape(),
+    # 16 of the 48 layers of Qwen3-30B-A3B: 19.3 GB of experts.
+    "qwen3": MoeShape(
+        layers=16,
+        experts=128,
+        top_k=8,
+        hidden=2048,
+        expert_hidden=768,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        vocab=151936,
+        max_position=40960,
+    ),
+    # 12 of the 24 layers of gpt-oss-20b, not quantised: 19.1 GB of experts with biases, gate and up
+    # interleaved, attention sinks, every other layer with a window of 128.
+    "gpt-oss": MoeShape(
+        family="gpt_oss",
+        layers=12,
+        experts=32,
+        top_k=4,
+        hidden=2880,
+        expert_hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        vocab=201088,
+        max_position=131072,
+    ),
+}
+"""What `--shape` names; further options change it."""
+
+
 def make_checkpoint(
     path: Path,
     shape: MoeShape,
@@ -79,12 +106,12 @@ def make_checkpoint(
     config = make_config(shape)
     model = build_meta_model(config, getattr(torch, shape.dtype))
     _check_shape(model, shape)
-    total = _num_bytes(model)
+    total = _num_bytes(tensor for _, tensor in _own_tensors(model))
     _check_directory(path, total)
     _write_tensors(path, model, shape.seed, max_shard_bytes, lambda done: progress(done, total))
     config.architectures = [type(model).__name__]
     config.save_pretrained(path)
-    _write_tokenizer(path, shape)
+    write_tokenizer(path, vocab_size=shape.vocab, max_length=shape.max_position)
     return path
 
 
@@ -148,8 +175,12 @@ def _check_directory(path: Path, num_bytes: int) -> None:
         raise OSError(f"{path} has {free >> 20} MiB free, the checkpoint takes {num_bytes >> 20}")
 
 
-def _num_bytes(model: PreTrainedModel) -> int:
-    return sum(tensor.numel() * tensor.itemsize for _, tensor in _own_tensors(model))
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _num_values(model: PreTrainedModel) -> int:
+    return sum(tensor.numel() for _, tensor in _own_tensors(model))
 
 
 def _own_tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
@@ -165,53 +196,40 @@ def _write_tensors(
     max_shard_bytes: int,
     progress: Callable[[int], None],
 ) -> None:
+    shards = list(_shards(model, max_shard_bytes))
+    count = len(shards)
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    if count == 1:
+        names = ["model.safetensors"]
+    weights = RandomWeights(seed, _num_values(model))
+    lock, done = Lock(), 0
+
+    def report(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            progress(done)
+
     weight_map: dict[str, str] = {}
-    files: list[Path] = []
-    done = 0
-    for tensors in _shards(model, seed, max_shard_bytes):
-        file = path / f"shard-{len(files) + 1}.safetensors"
-        files.append(file)
-        save_file(tensors, file, metadata={"format": "pt"})
-        file.chmod(0o644)
-        weight_map |= dict.fromkeys(tensors, file.name)
-        done += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-        progress(done)
-    final = {
-        file.name: f"model-{i + 1:05}-of-{len(files):05}.safetensors"
-        if len(files) > 1
-        else "model.safetensors"
-        for i, file in enumerate(files)
-    }
-    for file in files:
-        file.rename(path / final[file.name])
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": done},
-            "weight_map": {key: final[name] for key, name in weight_map.items()},
-        }
+    for name, tensors in zip(names, shards, strict=True):
+        weights.write(path / name, tensors, report)
+        weight_map |= dict.fromkeys(tensors, name)
+    if count > 1:
+        index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _shards(
-    model: PreTrainedModel, seed: int, max_shard_bytes: int
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The checkpoint's tensors under their published names, a shard at a time.
+def _shards(model: PreTrainedModel, max_shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """The checkpoint's tensors, on meta, under their published names, a shard at a time.
 
     A shard ends with the first layer that fills it, so it may exceed the limit by one layer.
     """
     shard: dict[str, torch.Tensor] = {}
-    size = 0
     for _, group in groupby(_own_tensors(model), key=lambda item: _layer_of(item[0])):
-        tensors = {name: _random(name, like, seed) for name, like in group}
-        published = revert_weight_conversion(model, tensors)
-        del tensors
-        for name, tensor in published.items():
-            shard[name] = tensor.contiguous().clone()
-            size += tensor.numel() * tensor.itemsize
-        del published
-        if size >= max_shard_bytes:
+        shard |= revert_weight_conversion(model, dict(group))
+        if _num_bytes(shard.values()) >= max_shard_bytes:
             yield shard
-            shard, size = {}, 0
+            shard = {}
     if shard:
         yield shard
 
@@ -222,73 +240,15 @@ def _layer_of(name: str) -> str:
     return f"{before}{found}{after.partition('.')[0]}" if found else name
 
 
-@torch.no_grad()
-def _random(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Random values of a size that keeps activations of order one; depends on name and seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
-    tensor = torch.empty(like.shape, dtype=like.dtype)
-    if like.dim() > 1:
-        return tensor.normal_(std=1.6 * like.shape[-1] ** -0.5, generator=generator)
-    if "norm" in name and name.endswith("weight"):
-        return tensor.uniform_(0.8, 1.2, generator=generator)
-    return tensor.uniform_(-0.1, 0.1, generator=generator)
-
-
-def _write_tokenizer(path: Path, shape: MoeShape) -> None:
-    """One token per byte; the rest of the vocabulary decodes to letters and is never encoded to."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert len(alphabet) == NUM_BYTES
-    vocab = {character: i for i, character in enumerate(alphabet)}
-    first_filler = NUM_BYTES + len(SPECIAL_TOKENS)
-    vocab |= {_letters(i - first_filler): i for i in range(first_filler, shape.vocab)}
-    vocab |= {token: NUM_BYTES + i for i, token in enumerate(SPECIAL_TOKENS)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    tokenizer.save(str(path / "tokenizer.json"))
-    _write_json(
-        path / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": shape.max_position,
-            "eos_token": SPECIAL_TOKENS[2],
-            "pad_token": SPECIAL_TOKENS[0],
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
-    ends = [NUM_BYTES + 2, NUM_BYTES]
-    _write_json(path / "generation_config.json", {"eos_token_id": ends, "pad_token_id": NUM_BYTES})
-
-
-def _letters(number: int) -> str:
-    """A different lower-case word of at least two letters for each number."""
-    word = ""
-    number += 26
-    while number >= 0:
-        word = chr(ord("a") + number % 26) + word
-        number = number // 26 - 1
-    return word
-
-
-def _write_json(file: Path, data: dict[str, Any]) -> None:
-    file.write_text(json.dumps(data, indent=1) + "\n")
-
-
 def _parse(arguments: list[str] | None) -> tuple[Path, MoeShape, int]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("path", type=Path, help="new or empty directory")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny", help="what to start from")
     for option in fields(MoeShape):
         if option.name == "overrides":
             continue
-        kind = type(option.default)
-        parser.add_argument(
-            f"--{option.name.replace('_', '-')}",
-            type=kind,
-            default=option.default,
-            help=f"default {option.default}",
-        )
+        flag = f"--{option.name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(option.default), help="default: the shape's")
     parser.add_argument(
         "--set",
         action="append",
@@ -300,17 +260,16 @@ def _parse(arguments: list[str] | None) -> tuple[Path, MoeShape, int]:
         "--max-shard-mib", type=int, default=MAX_SHARD_BYTES >> 20, help="size of a shard"
     )
     options = vars(parser.parse_args(arguments))
-    path, shard_mib, settings = (
-        options.pop("path"),
-        options.pop("max_shard_mib"),
-        options.pop("set"),
+    path, shard_mib, settings, shape = (
+        options.pop(name) for name in ("path", "max_shard_mib", "set", "shape")
     )
     try:
         pairs = [setting.split("=", 1) for setting in settings]
         overrides = {name: json.loads(value) for name, value in pairs}
     except ValueError:
         parser.error(f"--set takes FIELD=JSON, not {settings}")
-    return path, MoeShape(**options, overrides=overrides), shard_mib << 20
+    given = {name: value for name, value in options.items() if value is not None}
+    return path, replace(SHAPES[shape], **given, overrides=overrides), shard_mib << 20
 
 
 def main(arguments: list[str] | None = None) -> int:

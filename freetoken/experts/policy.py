@@ -3,13 +3,14 @@
 The twin of the device's tables (kernels/slot_tables.py), and equal to them number for number: it is
 what they are tested against, and what tools/replay_policy.py replays traces with.
 
-Victims are put in order once a step, when it ends: free slots, then a share of those that the step
-has not used, lowest priority first (kernels/slot_order.py), then those that it has used, by layer.
-During the next step layer after layer takes victims from the head of that queue, passing over
-slots that the step has used meanwhile; one that the last step has used is taken only once its own
-layer has passed without using it again. When there is none, experts bypass the slots. So a step
-that asks for more experts than there are slots keeps what it will use, where any order of eviction
-by age misses every time; and a wide step cannot sweep out what the rows that decode come back to.
+Victims are put in order once a step, when it ends: free slots, then those that the step has not
+used, lowest priority first (kernels/slot_order.py), then those that it has used, by layer. During
+the next step layer after layer takes victims from the head of that queue, passing over slots that
+the step has used meanwhile. It takes a share of all slots at most, so that a wide step cannot
+sweep out what the rows that decode come back to. Only where fewer than that are idle it goes on to
+slots that the last step has used, and takes one when its own layer has passed without using it
+again. When there is none, experts bypass the slots. So a step that asks for more experts than
+there are slots keeps what it will use, where any order of eviction by age misses every time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from freetoken.kernels.slot_order import (
     KEPT_KEY,
     ONE_USE,
     decayed,
-    max_replaced,
+    num_victims,
     order_key,
 )
 
@@ -85,9 +86,7 @@ class SlotPolicy:
         order = sorted(range(self.num_slots), key=keys.__getitem__)
         num_free = keys.count(FREE_KEY)
         num_kept = sum(key >= KEPT_KEY for key in keys)
-        first_kept = self.num_slots - num_kept
-        last_unused = min(num_free + max_replaced(self.num_slots), first_kept)
-        self._queue = order[:last_unused] + order[first_kept:]
+        self._queue = order[: num_victims(self.num_slots, num_free, num_kept)]
         self._cursor = 0
         self._priority = {
             key: value for key, old in self._priority.items() if (value := decayed(old)) > 0

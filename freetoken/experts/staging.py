@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from freetoken.experts.bank import RowBank
+from freetoken.kernels import cuda_library
 
 STAGING_BYTES = 32 << 20
 """Of each buffer, or one row if that is more."""
@@ -31,12 +32,11 @@ class RowCopier:
         rows: [N, row_bytes] uint8. Rows that follow each other on both sides are copied as one.
         From pinned memory nothing waits; otherwise the host is done with the bank at return.
         """
+        if self._device.type == "cpu" or bank.is_pinned:
+            copy_rows(bank.rows, rows, moves)
+            return
         for expert, row, count in merge_runs(moves):
-            source, target = bank.rows[expert : expert + count], rows[row : row + count]
-            if self._device.type == "cuda" and not bank.is_pinned:
-                self._copy_staged(source, target)
-            else:
-                target.copy_(source, non_blocking=True)
+            self._copy_staged(bank.rows[expert : expert + count], rows[row : row + count])
 
     def _copy_staged(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """source, target: [n, row_bytes] uint8."""
@@ -53,6 +53,19 @@ class RowCopier:
             staged.copy_(part)
             target[first : first + step].copy_(staged, non_blocking=True)
             self._emptied[self._turn].record()
+
+
+def copy_rows(source: torch.Tensor, target: torch.Tensor, moves: Sequence[tuple[int, int]]) -> None:
+    """Queue copies of row a of `source` to row b of `target` for each (a, b), runs as one.
+
+    source, target: [·, row_bytes] uint8, on the device or pinned, or both on the CPU.
+    """
+    library = cuda_library.load() if target.is_cuda else None
+    if library is not None:
+        library.copy_rows(source, target, moves)
+        return
+    for first, row, count in merge_runs(moves):
+        target[row : row + count].copy_(source[first : first + count], non_blocking=True)
 
 
 def merge_runs(moves: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:

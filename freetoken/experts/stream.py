@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from freetoken.experts.bank import RowBank, allocate_rows, row_views
-from freetoken.experts.staging import RowCopier
+from freetoken.experts.staging import RowCopier, copy_rows
 
 HALVES = 2
 
@@ -115,11 +115,10 @@ class PassRing:
         self._num_issued = layer + 1
         half = self._halves[layer % HALVES]
         slots = self._slots[layer]
-        for expert, slot in enumerate(slots):
-            if slot >= 0:
-                half[expert].copy_(self._pool_rows[slot], non_blocking=True)
+        held = [(slot, expert) for expert, slot in enumerate(slots) if slot >= 0]
+        copy_rows(self._pool_rows, half, held)
         missing = [(expert, expert) for expert, slot in enumerate(slots) if slot < 0]
-        self.hits += len(slots) - len(missing)
+        self.hits += len(held)
         self.misses += len(missing)
         if self._stream is None:
             self._copier.copy(self._banks[layer], half, missing)

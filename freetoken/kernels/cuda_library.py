@@ -29,9 +29,9 @@ from freetoken.log import event
 ALL_ARCHS = ("80", "86", "89", "90", "100", "120")
 PTX_ARCHS = ("90", "120")
 BUILD_TIMEOUT_S = 600
-# In a repository and in an installed wheel.
 _PACKAGE = Path(__file__).parent.parent
-_SOURCE_DIRS = (_PACKAGE.parent / "cuda", _PACKAGE / "_cuda")
+# In an installed wheel, where the second may be somebody else's package, and in a repository.
+_SOURCE_DIRS = (_PACKAGE / "_cuda", _PACKAGE.parent / "cuda")
 
 _log = log.get(__name__)
 

@@ -1,6 +1,8 @@
 """How the on-demand expert kernels are launched: one table, by tokens and shape.
 
 Torch-free. tools/bench_expert_kernels.py times `candidate_launches` and prints what belongs here.
+The rules follow the best candidates for 1, 4, 8 and 64 tokens of two shapes on an H200 in bf16
+(2026-12-01; E, K, C, F = 128, 8, 2048, 768 and 32, 4, 2880, 2880).
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from typing import Literal
 
 # The least that a card we serve on has for one program (sm_86, sm_89, sm_120: 99 KiB).
 SHARED_BYTES = 99 * 1024
-# Up to so many tokens the down product sums each token's experts itself: an expert of two tokens is
-# read twice, which costs less than the launch of another kernel.
-TOKEN_DOWN_TOKENS = 4
+# The down product of few tokens may sum each one's experts itself. It then reads an expert of two
+# tokens twice: worth the launch that it saves (2.5 µs at 4 TB/s) up to so many bytes.
+FEW_TOKENS = 4
+TOKEN_DOWN_EXTRA_BYTES = 10_000_000
 
 Method = Literal["gemv", "dot", "token"]
 
@@ -34,10 +37,14 @@ class Work:
     itemsize: int
 
     @property
-    def pairs_per_expert(self) -> float:
-        """Of an active expert, on average, when routing is uniform."""
+    def num_pairs(self) -> int:
+        return self.num_tokens * self.top_k
+
+    @property
+    def num_active(self) -> float:
+        """Distinct experts, on average, when routing is uniform."""
         missed = (1 - self.top_k / self.num_experts) ** self.num_tokens
-        return self.num_tokens * self.top_k / max(self.num_experts * (1 - missed), 1.0)
+        return max(self.num_experts * (1 - missed), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +77,12 @@ def choose_up(work: Work) -> Launch:
 
 def choose_down(work: Work, sums_over_k: bool) -> Launch:
     """The launch of the second product; sums_over_k: whether the method "token" is allowed."""
-    if sums_over_k and work.num_tokens <= TOKEN_DOWN_TOKENS:
-        return _token(work)
-    return _dot(work)
+    if not sums_over_k or work.num_tokens > FEW_TOKENS:
+        return _dot(work)
+    matrix_bytes = work.inputs * work.outputs * work.itemsize
+    extra_bytes = (work.num_pairs - work.num_active) * matrix_bytes
+    is_worth = _has_short_rows(work) and extra_bytes <= TOKEN_DOWN_EXTRA_BYTES
+    return _token(work) if work.num_tokens == 1 or is_worth else _dot(work)
 
 
 def candidate_launches(work: Work, method: Method) -> list[Launch]:
@@ -90,33 +100,36 @@ def candidate_launches(work: Work, method: Method) -> list[Launch]:
 
 
 def _gemv(work: Work) -> Launch:
-    """Every thread loads 16 bytes of each row of a tile, so that x needs no exchange of layout."""
-    padding = {}
-    for warps in (4, 2, 1):
-        block_k = warps * _lanes(work)
-        padding[warps] = -(-work.inputs // block_k) * block_k - work.inputs
-    warps = next((w for w in padding if padding[w] < 0.15 * work.inputs), 1)
-    return Launch("gemv", 4, warps * _lanes(work), 1, warps)
+    """A row of each matrix and program, in two tiles, of which every thread loads 16 bytes or more
+    at once, so that x needs no exchange of layout."""
+    lanes = _lanes(work)
+    block_k = max(lanes, min(8 * lanes, _power_of_two(-(-work.inputs // 2))))
+    return Launch("gemv", 1, block_k, 1, min(4, block_k // lanes))
 
 
 def _token(work: Work) -> Launch:
-    """A warp for each choice of a token; at most a dozen tiles, because their loop is unrolled."""
-    choices = _power_of_two(work.top_k)
-    block_n, block_k = 2, _lanes(work)
-    while work.inputs > 12 * block_k and choices * block_n * block_k < 64 * 32 * 8:
-        block_k *= 2
-    warps = max(2, min(8, choices * block_k // _lanes(work)))
-    return Launch("token", block_n, block_k, 1, warps)
+    """Short rows: a warp for each choice. Long ones: two tiles, 16 loads a thread and tile."""
+    choices, lanes = _power_of_two(work.top_k), _lanes(work)
+    if _has_short_rows(work):
+        block_n = min(8, max(1, 64 // choices)) if work.num_tokens == 1 else 2
+        return Launch("token", block_n, lanes, 1, max(2, min(8, choices)))
+    block_k = min(8 * lanes, _power_of_two(-(-work.inputs // 2)))
+    while choices * block_k > 128 * lanes:
+        block_k //= 2
+    return Launch("token", 1, block_k, 1, max(2, choices * block_k // (16 * lanes)))
+
+
+def _has_short_rows(work: Work) -> bool:
+    return work.inputs <= 3 * _lanes(work)
 
 
 def _dot(work: Work) -> Launch:
-    """Tiles of weights of 16 KiB, as many pairs as most groups have."""
+    """64 outputs a program, 36 KiB of weights in flight, as many pairs as most groups have."""
     block_m = 16
-    while block_m < 64 and block_m < 2 * work.pairs_per_expert:
+    while block_m < 64 and block_m < 2 * work.num_pairs / work.num_active:
         block_m *= 2
-    launch = Launch("dot", 32 if work.matrices == 2 else 64, 128, 4, 4, block_m)
-    while launch.block_k > 64 and launch.block_k >= 2 * work.inputs:
-        launch = replace(launch, block_k=launch.block_k // 2)
+    block_k = 128 if work.matrices == 2 and work.inputs % 128 == 0 else 64
+    launch = Launch("dot", 64, block_k, 256 // block_k, 4, block_m)
     while launch.shared_bytes(work) > SHARED_BYTES and launch.stages > 2:
         launch = replace(launch, stages=launch.stages - 1)
     while launch.shared_bytes(work) > SHARED_BYTES:

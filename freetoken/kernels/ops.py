@@ -1,4 +1,6 @@
-"""Signatures of the expert kernels. `reference.py` is the specification in plain torch.
+"""Signatures of the experts that are computed in place on the CPU, and names that all share.
+
+`reference.py` is their specification. Experts in slots and in passes: `expert_ops.py`.
 
 Shapes: T tokens, K experts a token, S = T·K token-expert pairs, C hidden, F expert hidden,
 N rows of a slot pool.

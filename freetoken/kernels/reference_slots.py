@@ -16,7 +16,7 @@ from freetoken.kernels.slot_order import (
     KEPT_SHIFT,
     MAX_AGE,
     ONE_USE,
-    max_replaced,
+    num_victims,
 )
 from freetoken.kernels.slot_tables import BYPASSED, DISTINCT, HITS, MISSES, SlotTables
 
@@ -61,13 +61,10 @@ def build_queue(tables: SlotTables) -> None:
     key = torch.where(priority > 0, MAX_AGE + priority, MAX_AGE - age.clamp(max=MAX_AGE))
     key = torch.where(age == 0, kept, key)
     key = torch.where(owner < 0, FREE_KEY, key)
-    order = key.argsort(stable=True)
+    tables.queue.copy_(key.argsort(stable=True))
     num_free = int((key == FREE_KEY).sum())
-    first_kept = tables.num_slots - int((key >= KEPT_KEY).sum())
-    last_unused = min(num_free + max_replaced(tables.num_slots), first_kept)
-    queue = torch.cat([order[:last_unused], order[first_kept:]])
-    tables.queue[: len(queue)] = queue.int()
-    tables.num_victims.fill_(len(queue))
+    num_kept = int((key >= KEPT_KEY).sum())
+    tables.num_victims.fill_(num_victims(tables.num_slots, num_free, num_kept))
     tables.cursor.zero_()
     rounding = (1 << DECAY_SHIFT) - 1
     tables.priority.sub_((tables.priority * DECAY_NUMERATOR + rounding) >> DECAY_SHIFT)

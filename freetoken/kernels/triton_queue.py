@@ -13,7 +13,7 @@ from freetoken.kernels.slot_order import (
     KEPT_LAYER_SHIFT,
     KEPT_SHIFT,
     MAX_AGE,
-    max_replaced,
+    SLOTS_PER_REPLACEMENT,
 )
 from freetoken.kernels.slot_tables import SlotTables
 
@@ -50,9 +50,9 @@ def build_queue(tables: SlotTables) -> None:
         tables.priority,
         num_slots,
         tables.num_layers * tables.num_experts,
-        max_replaced(num_slots),
         FREE_KEY=FREE_KEY,
         KEPT_KEY=KEPT_KEY,
+        SHARE=SLOTS_PER_REPLACEMENT,
         NUMERATOR=DECAY_NUMERATOR,
         SHIFT=DECAY_SHIFT,
         SLOTS=SLOT_BLOCK,
@@ -100,9 +100,9 @@ def _order_queue(
     priority,
     num_slots,
     num_priorities,
-    max_replaced,
     FREE_KEY: tl.constexpr,
     KEPT_KEY: tl.constexpr,
+    SHARE: tl.constexpr,
     NUMERATOR: tl.constexpr,
     SHIFT: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -128,18 +128,15 @@ def _order_queue(
     other = tl.load(keys + other_slot, mask=other_slot < num_slots, other=MAX_INT)
     ties = (other[None, :] == key[:, None]) & (other_slot[None, :] < slot[:, None])
     place = tl.sum(smaller + ties.to(tl.int32), axis=1)
-    first_kept = num_slots - tl.sum(kept, axis=0)
-    last_unused = tl.minimum(tl.sum(free, axis=0) + max_replaced, first_kept)
-    num_left_out = first_kept - last_unused
-    behind = place >= first_kept
-    place = tl.where(behind, place - num_left_out, place)
-    tl.store(queue + place, slot, mask=(slot < num_slots) & (behind | (place < last_unused)))
+    tl.store(queue + place, slot, mask=slot < num_slots)
     for start in range(program * BLOCK, num_priorities, tl.num_programs(0) * BLOCK):
         number = start + tl.arange(0, BLOCK)
         old = tl.load(priority + number, mask=number < num_priorities, other=0)
         lost = (old * NUMERATOR + ((1 << SHIFT) - 1)) >> SHIFT
         tl.store(priority + number, old - lost, mask=number < num_priorities)
     if program == 0:
-        tl.store(num_victims, num_slots - num_left_out)
+        limit = tl.sum(free, axis=0) + tl.cdiv(num_slots, SHARE)
+        end = tl.where(limit <= num_slots - tl.sum(kept, axis=0), limit, num_slots)
+        tl.store(num_victims, end)
         tl.store(cursor, 0)
         tl.store(clock, tl.load(clock) + 1)

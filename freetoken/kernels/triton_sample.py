@@ -148,13 +148,16 @@ def _kept_sums(
     CHUNK: tl.constexpr,
 ):
     """[BLOCK_CHUNKS] f64: what passes the filters in each chunk."""
+    step: tl.constexpr = 4 if BLOCK_CHUNKS >= 4 else 1
     index = tl.arange(0, BLOCK_CHUNKS)
     sums = tl.zeros([BLOCK_CHUNKS], tl.float64)
-    for chunk in range(NUM_CHUNKS):
-        token = chunk * CHUNK + tl.arange(0, CHUNK)
+    for first in range(0, NUM_CHUNKS, step):
+        chunk = first + tl.arange(0, step)
+        token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         x = tl.load(logits + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-        kept = tl.sum(_kept_weights(x, best, temperature, threshold, min_p), axis=0)
-        sums = tl.where(index == chunk, kept.to(tl.float64), sums)
+        kept = tl.sum(_kept_weights(x, best, temperature, threshold, min_p), axis=1)
+        placed = tl.where(index[:, None] == chunk[None, :], kept[None, :], 0.0)
+        sums += tl.sum(placed, axis=1).to(tl.float64)
     return sums
 
 

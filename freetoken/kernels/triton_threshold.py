@@ -48,6 +48,55 @@ def _measure(distance, temperature, BY_WEIGHT: tl.constexpr):
 
 
 @triton.jit
+def _count_open(
+    source,
+    size,
+    best,
+    temperature,
+    low,
+    high,
+    pivot,
+    BY_WEIGHT: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """Of the logits with keys in (low, high]: how many there are, how many lie above the pivot, and
+    what these measure. Threads meet only at the end, so that many loads are in flight."""
+    open_counts = tl.zeros([SEARCH], tl.int32)
+    above_counts = tl.zeros([SEARCH], tl.int32)
+    measures = tl.zeros([SEARCH], tl.float32)
+    for start in range(0, size, SEARCH):
+        at = start + tl.arange(0, SEARCH)
+        x = tl.load(source + at, mask=at < size, other=float("-inf")).to(tl.float32)
+        key = to_key(x - best)
+        is_open = (at < size) & (key > low) & (key <= high)
+        is_above = is_open & (key > pivot)
+        open_counts += is_open.to(tl.int32)
+        above_counts += is_above.to(tl.int32)
+        measures += tl.where(is_above, _measure(x - best, temperature, BY_WEIGHT), 0.0)
+    measure = tl.sum(measures, axis=0).to(tl.float64)
+    return tl.sum(open_counts, axis=0), tl.sum(above_counts, axis=0), measure
+
+
+@triton.jit
+def _copy_open(source, buffer, size, best, low, high, SEARCH: tl.constexpr):
+    """Copy the logits with keys in (low, high] to the buffer, which may be the source.
+
+    In place: the scan makes all threads wait for all loads of a block, and what is written then
+    lies in this block or before it.
+    """
+    count = size * 0
+    for start in range(0, size, SEARCH):
+        at = start + tl.arange(0, SEARCH)
+        x = tl.load(source + at, mask=at < size, other=float("-inf"))
+        key = to_key(x.to(tl.float32) - best)
+        is_open = (at < size) & (key > low) & (key <= high)
+        place = count + tl.cumsum(is_open.to(tl.int32), axis=0) - 1
+        tl.store(buffer + place, x, mask=is_open)
+        count += tl.sum(is_open.to(tl.int32), axis=0)
+    tl.debug_barrier()
+
+
+@triton.jit
 def find_threshold(
     logits,
     buffer,
@@ -71,47 +120,33 @@ def find_threshold(
     low = floor - 1
     high = floor * 0
     above = target * 0.0
-    lowest_key = to_key(lowest - best)
     source = logits
     size = vocab_size + floor * 0
-    tries = floor * 0
     if buffer is not None:
+        lowest_key = to_key(lowest - best)
+        tries = floor * 0
         while (size > SEARCH) & (high - low > 1):
             pivot = _pivot(low, high, lowest_key, tries)
-            more = target * 0.0
-            count = floor * 0
-            for start in range(0, size, SEARCH):
-                at = start + tl.arange(0, SEARCH)
-                x = tl.load(source + at, mask=at < size, other=float("-inf"))
-                distance = x.to(tl.float32) - best
-                key = to_key(distance)
-                is_open = (at < size) & (key > low) & (key <= high)
-                measure = _measure(distance, temperature, BY_WEIGHT)
-                more += tl.sum(tl.where(is_open & (key > pivot), measure, 0.0), axis=0).to(
-                    tl.float64
-                )
-                # In place, if the source is the buffer: the scan makes all threads wait for all
-                # loads of this block, and nothing is written behind it.
-                place = count + tl.cumsum(is_open.to(tl.int32), axis=0) - 1
-                tl.store(buffer + place, x, mask=is_open & (place < CAPACITY))
-                count += tl.sum(is_open.to(tl.int32), axis=0)
-            tl.debug_barrier()
-            if count <= CAPACITY:
-                source = buffer
-                size = count
+            num_open, num_above, more = _count_open(
+                source, size, best, temperature, low, high, pivot, BY_WEIGHT, SEARCH
+            )
             passes = above + more < target
             high = tl.where(passes, pivot, high)
             above = tl.where(passes, above + more, above)
             low = tl.where(passes, low, pivot)
+            num_open = tl.where(passes, num_open - num_above, num_above)
+            if num_open <= CAPACITY:
+                _copy_open(source, buffer, size, best, low, high, SEARCH)
+                source = buffer
+                size = num_open
             tries += 1
 
     # Few enough to stay in registers (or no choice is left: all open keys are `high`).
     at = tl.arange(0, SEARCH)
-    x = tl.load(source + at, mask=at < size, other=float("-inf"))
-    distance = x.to(tl.float32) - best
-    key = to_key(distance)
-    measure = _measure(distance, temperature, BY_WEIGHT)
-    measure = tl.where((at < size) & (key > low) & (key <= high), measure, 0.0)
+    x = tl.load(source + at, mask=at < size, other=float("-inf")).to(tl.float32)
+    key = to_key(x - best)
+    is_open = (at < size) & (key > low) & (key <= high)
+    measure = tl.where(is_open, _measure(x - best, temperature, BY_WEIGHT), 0.0)
     known = above
     while high - low > 1:
         middle = low + (high - low) // 2

@@ -190,6 +190,7 @@ def assemble(
         memory += speed_up_for_cpu(model, shape.dtype)
     else:
         join_linears(model)
+        torch.cuda.empty_cache()  # the weights that were joined
     model.requires_grad_(False)
     return ServedModel(model, shape, attention, callees, in_place, slots, memory)
 

@@ -8,7 +8,7 @@ Compiled code is kept in the user's cache: a second start takes seconds.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class CompiledLayer(LayerProxy):
-    """A decoder layer that runs as compiled code."""
+class CompiledModule(LayerProxy):
+    """A module that runs as compiled code: a decoder layer, or what stands beside the layers."""
 
     def __init__(self, layer: nn.Module, run: RunLayer) -> None:
         super().__init__(layer)
@@ -40,10 +40,10 @@ class CompiledLayer(LayerProxy):
         return self._run(self._layer, (hidden, *args), kwargs)
 
 
-def compiled_layers(
-    layers: Sequence[nn.Module], backend: str | Callable[..., Any] = "inductor"
-) -> list[nn.Module]:
-    """The layers, compiled on first use; those that are alike share compiled code."""
+def make_compiler(
+    backend: str | Callable[..., Any] = "inductor",
+) -> Callable[[nn.Module], CompiledModule]:
+    """Wraps modules, which are compiled on first use; those that are alike share compiled code."""
     options: dict[str, Any] | None = None
     if backend == "inductor":
         use_cache()
@@ -51,7 +51,7 @@ def compiled_layers(
     limit = max(torch._dynamo.config.recompile_limit, MAX_KINDS)
     torch._dynamo.config.recompile_limit = limit
     run = torch.compile(_run_layer, fullgraph=True, backend=backend, options=options)
-    return [CompiledLayer(layer, run) for layer in layers]
+    return lambda module: CompiledModule(module, run)
 
 
 def use_cache() -> None:

@@ -7,7 +7,7 @@ down to the list holds proxies of its layers, and shares everything else.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -39,16 +39,32 @@ def find_layers_name(model: PreTrainedModel) -> str:
     return found[0]
 
 
-def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
-    """A model that shares all modules with `model` but runs `layers` as its decoder layers."""
+def with_layers(
+    model: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> PreTrainedModel:
+    """A model that shares all modules with `model` but runs `layers` as its decoder layers.
+
+    `wrap`: what to put in place of the modules beside the layers, such as the last norm and the
+    rotary embedding; not of embeddings.
+    """
     path = find_layers_name(model).split(".")
     root = parent = _shallow(model)
     for name in path[:-1]:
-        child = _shallow(parent._modules[name])
-        parent._modules[name] = child
-        parent = child
-    parent._modules[path[-1]] = nn.ModuleList(layers)
+        twin = _shallow(parent._modules[name])
+        parent._modules[name] = twin
+        parent = twin
+    for name, child in parent._modules.items():
+        if name == path[-1]:
+            parent._modules[name] = nn.ModuleList(layers)
+        elif wrap is not None and child is not None and _is_simple(child):
+            parent._modules[name] = wrap(child)
     return cast(PreTrainedModel, root)
+
+
+def _is_simple(module: nn.Module) -> bool:
+    return not isinstance(module, nn.Embedding | nn.ModuleList)
 
 
 def _shallow(module: nn.Module | None) -> nn.Module:

@@ -17,13 +17,15 @@ from freetoken.kernels.attention_ops import (
     store_kv,
     store_kv_paged,
 )
-from freetoken.model.attention import Scores
 from freetoken.model.context import Segment, StepContext
+from freetoken.model.scores import Scores
 from freetoken.model.step import first_key, seq_len
 
 
 class DeviceAttention:
     """A StepAttention; one per model."""
+
+    takes_padding = True
 
     def __init__(self) -> None:
         self._step: OnDemandAttention | ChunkAttention | None = None

@@ -48,6 +48,7 @@ def load_model(
     progress: Progress,
     context_tokens: int | None = None,
     use_kernels: bool | None = None,
+    overlap_passes: bool = True,
     found: BankMemory | None = None,
     keeper: BankKeeper | None = None,
     host_free_bytes: int | None = None,
@@ -56,7 +57,7 @@ def load_model(
 
     `num_slots`: expert slots over all layers, for "slots" only. `progress(what, done, total)`
     is called with bytes of the checkpoint. `context_tokens`: the longest request that will be
-    served, by default the model's window. `use_kernels`: see assemble.
+    served, by default the model's window. `use_kernels`, `overlap_passes`: see assemble.
 
     For "slots" only: `found`: banks that an earlier worker left (`find_banks`); `keeper`: keeps
     new ones; `host_free_bytes`: what new ones may take, None: whatever they need.
@@ -93,6 +94,7 @@ def load_model(
         device=device,
         num_slots=num_slots,
         context_tokens=context_tokens or shape.window,
+        overlap_passes=overlap_passes,
         use_kernels=use_kernels,
     )
     trim_heap()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -63,7 +65,9 @@ class OpenPass:
             return True
         assert not self._is_over, "the pass is closed or has failed"
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="pass", daemon=True)
+            # With the owner's context: torch's compiler keeps its settings there.
+            work = partial(copy_context().run, self._work)
+            self._thread = threading.Thread(target=work, name="pass", daemon=True)
             self._thread.start()
         self._num_threads = torch.get_num_threads()
         self._orders.put(num_layers)

@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from freetoken.kernels.sample_ops import top_k
+
 Attend = Callable[
     [
         int,
@@ -108,8 +110,7 @@ def _fake_experts(
 @torch.library.custom_op("freetoken::top_k", mutates_args=())
 def select_top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """scores: [T, E] → values [T, k] of the same type, ids [T, k] int64, best first."""
-    values, ids = torch.topk(scores, k)
-    return values, ids
+    return top_k(scores, k)
 
 
 @select_top.register_fake

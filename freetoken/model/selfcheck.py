@@ -2,9 +2,10 @@
 
 A miniature of the model's own config gets random weights and runs through plain transformers and
 through our path: several rows in one flat batch, chunks past the window, a prefix hit, decode, and
-a pass. Whatever differs is refused, so no list of families is needed and nothing is served wrong.
+passes. Whatever differs is refused, so no list of families is needed and nothing is served wrong.
 This is in fp32, where only the order of sums may differ. Then the steps are repeated in the type
-that is served, where roundings may differ, but not err by much more than transformers' own.
+that is served, where roundings may differ, but not err by much more than transformers' own. It all
+runs on the device that serves, with the kernels that serve, but for compilation and graphs.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from freetoken.errors import ConfigError, EngineError
+from freetoken.experts.bank import RowBank
+from freetoken.experts.layout import ExpertLayout
 from freetoken.model.assemble import ExpertsMode, Weights, assemble, own_banks
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import read_config, resolve_dtype
 from freetoken.model.conversion import DtypePlan
 from freetoken.model.miniature import VOCAB_SIZE, miniatures
+from freetoken.model.plain import build_plain, plain_logits, randomise
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import measure_shape
 from freetoken.model.trial import Part, Trial
@@ -31,6 +36,7 @@ from freetoken.model.trial import Part, Trial
 TOLERANCE = 1e-4
 ROW_LENGTHS = (23, 15, 9)
 SHARED_TOKENS = 6
+NUM_PADDING = 2
 # In a type of fewer bits, how much more than transformers' own our error may be, against fp32.
 ERROR_FACTOR = 3.0
 ERROR_FLOOR = 0.02
@@ -38,57 +44,78 @@ ERROR_FLOOR = 0.02
 SEEDS = (0, 1)
 
 
-def check_model(path: Path, *, experts: ExpertsMode, dtype: str = "auto") -> None:
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """How we compute: on a GPU with kernels, as `use_kernels` does on a CPU."""
+
+    experts: ExpertsMode
+    device: str
+    use_kernels: bool | None
+
+
+def check_model(
+    path: Path, *, experts: ExpertsMode, dtype: str = "auto", device: str = "cpu"
+) -> None:
     """Check the model in `path`, reading its config only. Raises EngineError naming the class.
 
     `dtype` is the option's value. Takes about a second and a few miniatures of memory.
     """
     config = read_config(path)
-    check_config(config, experts=experts, dtype=resolve_dtype(path, config, dtype))
+    check_config(config, experts=experts, dtype=resolve_dtype(path, config, dtype), device=device)
 
 
 def check_config(
-    config: PreTrainedConfig, *, experts: ExpertsMode, dtype: torch.dtype = torch.float32
+    config: PreTrainedConfig,
+    *,
+    experts: ExpertsMode,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    use_kernels: bool | None = None,
 ) -> None:
-    """Like check_model, for a config that is not on disk."""
-    with _one_thread():
-        _check(config, experts, dtype)
+    """Like check_model, for a config that is not on disk. `use_kernels`: see assemble."""
+    with _exactly():
+        _check(config, _Path(experts, device, use_kernels), dtype)
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Miniatures are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
+def _exactly() -> Iterator[None]:
+    """fp32 products in fp32. One thread: miniatures are so small that more would only wait."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
 
 
-def _check(config: PreTrainedConfig, experts: ExpertsMode, dtype: torch.dtype) -> None:
+def _check(config: PreTrainedConfig, ours: _Path, dtype: torch.dtype) -> None:
     measure_shape(build_meta_model(deepcopy(config), torch.float32))
     name = config.model_type
     reasons = []
     for small in miniatures(config):
         try:
-            plain = _plain_model(small)
-            expected = [_plain_logits(plain, row) for row in _rows()]
+            plain = build_plain(small, torch.float32, ours.device)
+            randomise(plain, SEEDS[0])
+            expected = [plain_logits(plain, row) for row in _rows()]
         except Exception as error:
             # A size that this architecture cannot have: the next miniature shrinks less.
             reasons.append(" ".join(str(error).split()))
             continue
         name = type(plain).__name__
-        failures = [_compare(small, plain, expected, experts)]
+        failures = [_compare(small, plain, expected, ours)]
         for seed in SEEDS[1:]:
             if failures[-1] is None:
                 break
-            _randomise(plain, seed)
-            expected = [_plain_logits(plain, row) for row in _rows()]
-            failures.append(_compare(small, plain, expected, experts))
+            randomise(plain, seed)
+            expected = [plain_logits(plain, row) for row in _rows()]
+            failures.append(_compare(small, plain, expected, ours))
         failure = failures[-1]
         if failure is None and dtype != torch.float32:
-            failure = _compare_rounded(small, plain, expected, experts, dtype)
+            failure = _compare_rounded(small, plain, expected, ours, dtype)
         if failure is not None:
             raise EngineError(f"{name} cannot be served: {failure}")
         return
@@ -102,15 +129,16 @@ def _compare(
     config: PreTrainedConfig,
     plain: PreTrainedModel,
     expected: list[torch.Tensor],
-    experts: ExpertsMode,
+    path: _Path,
 ) -> str | None:
     """What differs between transformers and our path, or None."""
     try:
-        ours = _our_model(config, plain, experts)
+        ours = _our_model(config, plain, path)
         scenarios = {
             "rows in one batch, chunks, decode": _run_steps(ours),
             "a prefix hit": _run_prefix_hit(ours),
             "a pass": _run_pass(ours),
+            "a pass with steps in between": _run_open_pass(ours),
         }
     except ConfigError:
         raise
@@ -132,19 +160,19 @@ def _compare_rounded(
     config: PreTrainedConfig,
     plain: PreTrainedModel,
     expected: list[torch.Tensor],
-    experts: ExpertsMode,
+    path: _Path,
     dtype: torch.dtype,
 ) -> str | None:
     """What is wrong with our path in `dtype`, or None; `expected` is in fp32."""
-    rounded = _plain_class(config, dtype)
+    rounded = build_plain(config, dtype, path.device)
     rounded.load_state_dict(plain.state_dict())
     try:
-        theirs = torch.cat([_plain_logits(rounded, row) for row in _rows()])
+        theirs = torch.cat([plain_logits(rounded, row) for row in _rows()])
     except Exception:
         # Random weights need not fit into this type, nor transformers run in it: nothing to learn.
         return None
     try:
-        steps = _run_steps(_our_model(config, plain, experts, dtype))
+        steps = _run_steps(_our_model(config, plain, path, dtype))
     except Exception as error:
         return f"in {dtype} our path fails with {type(error).__name__}: {error}"
     ours = torch.cat([steps[row] for row in range(len(ROW_LENGTHS))])
@@ -166,7 +194,7 @@ def _token_error(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def _run_steps(ours: ServedModel) -> dict[int, torch.Tensor]:
-    trial = Trial(ours, _rows())
+    trial = Trial(ours, _rows(), num_padding=NUM_PADDING)
     first, second, third = ROW_LENGTHS
     trial.step(Part(0, 12), Part(1, 5))
     trial.step(Part(0, 7), Part(2, third - 1), Part(1, 1))
@@ -194,6 +222,21 @@ def _run_pass(ours: ServedModel) -> dict[int, torch.Tensor]:
     return {0: trial.logits(0), 1: trial.logits(1)}
 
 
+def _run_open_pass(ours: ServedModel) -> dict[int, torch.Tensor]:
+    trial = Trial(ours, _rows())
+    first, second, third = ROW_LENGTHS
+    trial.step(Part(1, 4), Part(2, third - 1))
+    open_pass = trial.start_pass(Part(0, first), Part(1, second - 4), chunk_tokens=7)
+    try:
+        is_done = open_pass.advance(1)
+        trial.step(Part(2, 1))
+        assert is_done or open_pass.advance()
+        trial.finish_pass(open_pass)
+    finally:
+        open_pass.close()
+    return {row: trial.logits(row) for row in range(len(ROW_LENGTHS))}
+
+
 def _rows() -> list[torch.Tensor]:
     """Token ids; the second row starts like the first."""
     generator = torch.Generator().manual_seed(0)
@@ -204,66 +247,35 @@ def _rows() -> list[torch.Tensor]:
     return rows
 
 
-def _plain_class(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        deepcopy(config),
-        dtype=dtype,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
-    model.eval()
-    return model
-
-
-def _plain_model(config: PreTrainedConfig) -> PreTrainedModel:
-    model = _plain_class(config, torch.float32)
-    _randomise(model, SEEDS[0])
-    return model
-
-
-@torch.inference_mode()
-def _plain_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0].float()
-    if not bool(logits.isfinite().all()):
-        raise ValueError("random weights give infinite logits")
-    return logits
-
-
-@torch.no_grad()
-def _randomise(model: PreTrainedModel, seed: int) -> None:
-    """Weights of a size at which every part of the model shows in the logits."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=1.6 * parameter.shape[-1] ** -0.5, generator=generator)
-        elif "norm" in name and name.endswith("weight"):
-            parameter.uniform_(0.5, 1.5, generator=generator)
-        else:
-            parameter.normal_(std=0.1, generator=generator)
-    for name, buffer in model.named_buffers():
-        if name.endswith("bias") and buffer.is_floating_point():
-            buffer.uniform_(-0.1, 0.1, generator=generator)
-
-
 def _our_model(
     config: PreTrainedConfig,
     plain: PreTrainedModel,
-    experts: ExpertsMode,
+    path: _Path,
     dtype: torch.dtype = torch.float32,
 ) -> ServedModel:
     model = build_meta_model(deepcopy(config), dtype)
     shape = measure_shape(model)
-    weights = Weights(model, experts, "cpu", own_banks(experts))
+    make_bank = own_banks(path.experts) if path.device == "cpu" else _pinned_bank
+    weights = Weights(model, path.experts, path.device, make_bank)
     dtypes = DtypePlan(model)
     for name, tensor in plain.state_dict().items():
         weights.put_whole(name, tensor.to(dtypes.of(name)))
     weights.finish(frozenset())
-    num_slots = max(1, shape.num_experts // 2) if experts == "slots" else None
+    num_slots = max(1, shape.num_experts // 2) if path.experts == "slots" else None
     return assemble(
         model,
         shape,
         weights,
-        device="cpu",
+        device=path.device,
         num_slots=num_slots,
         context_tokens=max(ROW_LENGTHS),
+        use_kernels=path.use_kernels,
     )
+
+
+def _pinned_bank(layer: int, name: str, layout: ExpertLayout, num_experts: int) -> RowBank:
+    """A MakeBank: in memory that torch pins, and frees when the miniature goes."""
+    size = (num_experts, layout.row_bytes)
+    bank = RowBank(layout, num_experts, torch.empty(size, dtype=torch.uint8, pin_memory=True))
+    bank.is_pinned = True
+    return bank

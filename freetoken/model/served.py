@@ -18,7 +18,7 @@ from freetoken.experts.slots import SlotPool
 from freetoken.experts.stream import PassRing
 from freetoken.kernels.hugepages import MemoryRange
 from freetoken.model.attention import StepAttention
-from freetoken.model.compile import compiled_layers
+from freetoken.model.compile import make_compiler
 from freetoken.model.context import StepContext
 from freetoken.model.decoder import find_decoder_layers, with_layers
 from freetoken.model.experts import number_moe_layers
@@ -55,7 +55,8 @@ class SlotCache:
 class ServedModel:
     """Runs forwards; logits come back as float32.
 
-    `memory`: where the weights lie that each step reads on the CPU.
+    `memory`: where the weights lie that each step reads on the CPU · `device`: where the tensors of
+    a step must be.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ServedModel:
         """`callees`: kept here for the operators that layers call."""
         self.shape = shape
         self.memory = memory
+        self.device: torch.device = model.device
         self._plain = self._model = model
         self._attention = attention
         self._callees = callees
@@ -89,11 +91,6 @@ class ServedModel:
         """Decoder layers; a pass can be left between them."""
         return len(self._layers)
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors live, and those of a step must."""
-        return self._model.device
-
     @torch.inference_mode()
     def forward(
         self, ids: torch.Tensor, context: StepContext, logits_at: torch.Tensor
@@ -104,7 +101,7 @@ class ServedModel:
         Writes k/v of all T tokens to the context's pools. What slots of other rows hold, even
         infinities, has no influence.
         """
-        if context.num_tokens is not None and self.device.type == "cpu":
+        if context.num_tokens is not None and not self._attention.takes_padding:
             ids, context, logits_at = cut_padding(ids, context, logits_at)
         self._attention.set_step(self._attention.plan_step(context))
         if self._slots is not None:
@@ -202,15 +199,29 @@ class ServedModel:
             ring.hits = ring.misses = 0
         return ExpertCounters(hits, misses, misses * pool.layout.row_bytes, distinct)
 
-    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
-        """Run decoder layers as compiled code, made when a number of tokens first needs it.
+    def compile(self) -> None:
+        """Run layers as compiled code if they can be, and then compute what they did; see
+        compile_checked. Before a forward is captured."""
+        from freetoken.model.compile_check import compile_checked  # which needs this class
 
-        To be called before a forward is captured. `backend`: one of torch.compile's.
+        compile_checked(self)
+
+    def compile_layers(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Run layers as compiled code, made when a number of tokens first needs it.
+
+        `backend`: one of torch.compile's.
         """
         assert self._seat.run is None, "a pass is open"
-        layers = compiled_layers(self._layers, backend)
-        self._model = with_layers(self._plain, layers)
-        self._pass_model = chunked_model(self._plain, layers, self._seat)
+        compiled = make_compiler(backend)
+        layers = [compiled(layer) for layer in self._layers]
+        self._model = with_layers(self._plain, layers, compiled)
+        self._pass_model = chunked_model(self._model, layers, self._seat)
+
+    def run_eagerly(self) -> None:
+        """Run layers as they are, as before `compile_layers`."""
+        assert self._seat.run is None, "a pass is open"
+        self._model = self._plain
+        self._pass_model = chunked_model(self._plain, self._layers, self._seat)
 
     def _make_run(
         self, context: StepContext, chunk_tokens: int, before_layer: BeforeLayer

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from freetoken.errors import ConfigError
-from freetoken.model.attention import Scores, attach_attention
+from freetoken.model.attention import attach_attention
 from freetoken.model.experts import (
     attach_experts,
     bank_parameters,
@@ -18,6 +18,7 @@ from freetoken.model.experts import (
     plan_layout,
 )
 from freetoken.model.rope import constant_rope
+from freetoken.model.scores import Scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Request:
         "cached_tokens",
         "copy",
         "decode_limit",
+        "distinct_experts",
         "expert_bytes",
         "extend_planned_s",
         "first_token_s",
@@ -72,6 +73,8 @@ class Request:
         "salt",
         "sampling",
         "settle_at",
+        "slot_hits",
+        "slot_misses",
         "state",
         "stop_ids",
         "tree_pages",
@@ -125,7 +128,11 @@ class Request:
         self.settle_at = 0  # kv_len at which the next page is whole
         self.last_step = -1
         self.extend_planned_s: float | None = None
+        # What the steps of its extend have cost, other rows of theirs included.
         self.expert_bytes = 0
+        self.slot_hits = 0
+        self.slot_misses = 0
+        self.distinct_experts = 0
         self.path = ""
 
     @property

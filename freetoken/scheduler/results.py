@@ -59,7 +59,7 @@ class ResultRows:
         at = 0
         for request, kv_len, is_last in step.extends:
             request.kv_len = kv_len
-            request.expert_bytes += self._result.stats.expert_bytes
+            self._count_cost(request)
             if not request.is_void:
                 self._extended(request, step, is_last)
                 if is_last:
@@ -73,6 +73,13 @@ class ResultRows:
                 if request.kv_len == request.settle_at:
                     settle(request)
                 take_token(request, at)
+
+    def _count_cost(self, request: Request) -> None:
+        stats = self._result.stats
+        request.expert_bytes += stats.expert_bytes
+        request.slot_hits += stats.slot_hits
+        request.slot_misses += stats.slot_misses
+        request.distinct_experts += stats.distinct_experts
 
     def _extended(self, request: Request, step: Step, is_last: bool) -> None:
         if request.kv_len >= request.settle_at:
@@ -133,5 +140,8 @@ class ResultRows:
                 path=request.path or StepMode.ON_DEMAND.value,
                 ms=(self._now_s - request.extend_planned_s) * 1e3,
                 bytes=request.expert_bytes,
+                hits=request.slot_hits,
+                misses=request.slot_misses,
+                distinct=request.distinct_experts,
             )
         )

@@ -229,7 +229,7 @@ class Scheduler:
             what = f"the worker's result of step {step.step_id} does not match its plan"
             return self.fail_step(step.step_id, what, now_s)
         self._steps.popleft()
-        self._count(result)
+        self.counters.count(result)
         threshold = result.max_on_demand_tokens
         if threshold != engine.limits.max_on_demand_tokens:
             engine.limits = replace(engine.limits, max_on_demand_tokens=threshold)
@@ -272,16 +272,6 @@ class Scheduler:
         for copy in step.copies:
             engine.roster.ledger.end_copy(copy)
         engine.roster.step_done(step.step_id)
-
-    def _count(self, result: StepResult) -> None:
-        counters, stats = self.counters, result.stats
-        counters.steps += 1
-        counters.steps_pass += result.mode is StepMode.PASS
-        counters.step_us += stats.step_us
-        counters.slot_hits += stats.slot_hits
-        counters.slot_misses += stats.slot_misses
-        counters.cpu_experts += stats.cpu_experts
-        counters.expert_bytes += stats.expert_bytes
 
 
 def _matches(result: StepResult, step: Step) -> bool:

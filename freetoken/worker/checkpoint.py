@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from freetoken.experts.shared import BankMemory
-from freetoken.model.attention import MAX_SCORES
 from freetoken.model.banks import BankKeeper, find_banks
 from freetoken.model.context import KvPools
 from freetoken.model.load import load_model, read_shape
+from freetoken.model.scores import MAX_SCORES
 from freetoken.model.selfcheck import check_model
 from freetoken.model.served import ServedModel
 from freetoken.model.shape import ModelShape
@@ -31,14 +31,22 @@ was loaded: most of them are loaded only when they are first called, after the b
 
 
 class CheckpointSource:
-    """`dtype` is the option's value; `keeper` keeps the banks for the next worker.
+    """`dtype` is the option's value; `keeper` keeps the banks for the next worker;
+    `overlap_passes`: see assemble.
 
     Raises ConfigError for a directory that is no checkpoint.
     """
 
     def __init__(
-        self, path: Path, dtype: str, device: torch.device, keeper: BankKeeper | None = None
+        self,
+        path: Path,
+        dtype: str,
+        device: torch.device,
+        keeper: BankKeeper | None = None,
+        *,
+        overlap_passes: bool = True,
     ) -> None:
+        self._overlap_passes = overlap_passes
         self._keeper = keeper
         self._found: BankMemory | None = None
         self._path = path
@@ -59,7 +67,7 @@ class CheckpointSource:
         return 0 if self._found is None else self._found.taken_bytes
 
     def check(self, experts: ExpertsMode) -> None:
-        check_model(self._path, experts=experts, dtype=self._dtype)
+        check_model(self._path, experts=experts, dtype=self._dtype, device=str(self._device))
 
     def load(
         self,
@@ -76,6 +84,7 @@ class CheckpointSource:
             num_slots=num_slots,
             context_tokens=context_tokens,
             progress=report,
+            overlap_passes=self._overlap_passes,
             found=self._found,
             keeper=self._keeper,
             host_free_bytes=measure_budget(),

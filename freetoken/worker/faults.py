@@ -32,6 +32,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
+def describe(error: BaseException) -> str:
+    """For the last line of a process. What CUDA reports is named without its advice to debuggers:
+    a fault in a kernel, after which the device's context is lost and only a new process helps."""
+    lines = str(error).split("\n")
+    if isinstance(error, RuntimeError) and "CUDA error" in lines[0]:
+        return f"{lines[0].strip()}; the GPU's context is lost with it"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def memory_message(error: BaseException) -> str:
     """The text of an error that is_out_of_memory; every other one is raised again."""
     if not is_out_of_memory(error):

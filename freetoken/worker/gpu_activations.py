@@ -27,6 +27,7 @@ GRAPH_LAYER_BYTES = 256 << 10
 
 NORM_FLOATS = 2  # float32 copies in a norm: of its input, and its square or the product
 RESIDUALS = 3  # the embeddings, a layer's input, its output
+LOGIT_FLOATS = 3  # float32 logits in a graph, those it leaves behind, the sampler's
 NORM_COPIES = 5  # typed: normed inputs, residual sums, a layer's output
 INDEX_BYTES = 16  # the slot of a gathered key, for layers with a window and without
 PAIR_BYTES = 48  # sorting (token, expert) pairs: ids, order, offsets in int64
@@ -47,6 +48,7 @@ def price_gpu(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
         ),
         "graphs": num_on_demand * price_token(sizes)
         + SPLIT_LINES * (sizes.head_size + 1) * FLOAT_BYTES
+        + step.num_rows * sizes.vocab_size * (sizes.element_bytes + LOGIT_FLOATS * FLOAT_BYTES)
         + NUM_GRAPHS * num_layers * GRAPH_LAYER_BYTES,
         "sampling": price_sampling(sizes, step.num_rows),
         "pass": step.num_pass_tokens * _price_pass_token(sizes),

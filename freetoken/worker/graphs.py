@@ -12,9 +12,10 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from freetoken.kernels.sample_ops import sample
 from freetoken.model.context import KvPools, Segment, StepContext
@@ -79,7 +80,10 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
+    """`buffer`: the part of the static buffer that `inputs` are views of."""
+
     layout: InputLayout
+    buffer: Tensor
     inputs: DeviceInputs
     graph: torch.cuda.CUDAGraph | None = None
 
@@ -112,7 +116,7 @@ class StepGraphs:
         self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
         self._outputs = torch.zeros(num_outputs, dtype=torch.int64, device=self._device)
         self._logits = torch.zeros((num_samples, vocab_size), device=self._device)
-        self._buckets = [_Bucket(layout, layout.view_device(self._buffer)) for layout in layouts]
+        self._buckets = [self._place(layout) for layout in layouts]
         self._seats: list[_Seat] = []
 
     @property
@@ -138,7 +142,7 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._run(bucket.inputs, ())
-            self._buckets[i] = _Bucket(bucket.layout, bucket.inputs, graph)
+            self._buckets[i] = replace(bucket, graph=graph)
         report(total, total)
 
     def enqueue(self, work: Work) -> list[Enqueued]:
@@ -201,8 +205,7 @@ class StepGraphs:
         host = seat.view(bucket.layout)
         draws = self._sampler.read(row_ids)
         fill(host, work, row_ids, draws, padding_row=self._rows.max_rows)
-        num_bytes = bucket.layout.num_bytes
-        self._buffer[:num_bytes].copy_(seat.inputs[:num_bytes], non_blocking=True)
+        bucket.buffer.copy_(seat.inputs[: len(bucket.buffer)], non_blocking=True)
         if bucket.graph is not None:
             bucket.graph.replay()
         else:
@@ -239,8 +242,11 @@ class StepGraphs:
         at = bisect.bisect_left(self._buckets, num_tokens, key=lambda b: b.layout.num_tokens)
         if at < len(self._buckets):
             return self._buckets[at]
-        layout = self._layout(num_tokens)
-        return _Bucket(layout, layout.view_device(self._buffer))
+        return self._place(self._layout(num_tokens))
+
+    def _place(self, layout: InputLayout) -> _Bucket:
+        buffer = self._buffer[: layout.num_bytes]
+        return _Bucket(layout, buffer, layout.view_device(buffer))
 
     def _layout(self, num_tokens: int) -> InputLayout:
         return InputLayout(num_tokens, min(num_tokens, self._rows.max_rows))

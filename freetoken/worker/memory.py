@@ -114,20 +114,14 @@ def _plan(
 ) -> MemoryPlan:
     fixed = price_fixed(sizes, request, step_tokens)
     pages = Pages(sizes, request, window, step_tokens)
-    slots = explicit_slots(sizes, request)
     min_pages = exact_pages(request) or max(1, to_pages(required_tokens, request.page_size))
-    min_slots = slots if slots is not None else int(request.has_slots)
-    needs = fixed | pages.named(min_pages)
-    if request.has_slots:
-        needs["slots"] = min_slots * sizes.expert_bytes
-    short = sum(needs.values()) - budget_bytes
-    if short > 0:
-        raise _shortfall(sizes, needs, budget_bytes, min_pages * request.page_size, request)
+    _check_least(sizes, request, fixed, pages, min_pages, budget_bytes)
     num_pages, num_slots = _share_out(sizes, request, window, pages, fixed, budget_bytes, min_pages)
     prices = fixed | pages.named(num_pages)
     if request.has_slots:
         prices["slots"] = num_slots * sizes.expert_bytes
     usable = num_pages * request.page_size
+    on_demand_tokens = min(step_tokens, MAX_ON_DEMAND_TOKENS) if sizes.on_gpu else step_tokens
     plan = MemoryPlan(
         budget_bytes=budget_bytes,
         prices=prices,
@@ -141,14 +135,29 @@ def _plan(
         resident_rate=num_slots / sizes.num_all_experts if request.has_slots else 1.0,
         max_step_tokens=step_tokens,
         max_pass_tokens=pass_tokens(sizes, request, step_tokens) or step_tokens,
-        max_on_demand_tokens=min(step_tokens, MAX_ON_DEMAND_TOKENS)
-        if sizes.on_gpu
-        else step_tokens,
+        max_on_demand_tokens=on_demand_tokens,
         host_prices=price_host(sizes) if sizes.on_gpu else {},
     )
     assert plan.planned_bytes <= budget_bytes
     assert plan.context_tokens >= (request.context_tokens or MIN_CONTEXT_TOKENS)
     return plan
+
+
+def _check_least(
+    sizes: ModelSizes,
+    request: Request,
+    fixed: dict[str, int],
+    pages: Pages,
+    min_pages: int,
+    budget_bytes: int,
+) -> None:
+    """ShortfallError if not even what the flags ask for fits."""
+    needs = fixed | pages.named(min_pages)
+    if request.has_slots:
+        slots = explicit_slots(sizes, request)
+        needs["slots"] = (1 if slots is None else slots) * sizes.expert_bytes
+    if sum(needs.values()) > budget_bytes:
+        raise _shortfall(sizes, needs, budget_bytes, min_pages * request.page_size, request)
 
 
 def _step_choices(sizes: ModelSizes, request: Request, window: int, budget_bytes: int) -> list[int]:

@@ -37,7 +37,7 @@ from freetoken.wire.sockets import Endpoints
 from freetoken.worker.budget import measure_budget
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.device import find_device
-from freetoken.worker.faults import StepError
+from freetoken.worker.faults import StepError, describe
 from freetoken.worker.keeper import find_keeper
 from freetoken.worker.link import Lost, Progress, SchedulerLink
 from freetoken.worker.pending import Pending
@@ -73,7 +73,13 @@ def open_source(config: Config) -> ModelSource:
         raise ConfigError("no model is given; name the directory of a checkpoint")
     keeper = None if config.run_dir is None else find_keeper(config.run_dir, os.environ)
     device = find_device(config.device)
-    return CheckpointSource(Path(config.model), config.dtype, device, keeper)
+    return CheckpointSource(
+        Path(config.model),
+        config.dtype,
+        device,
+        keeper,
+        overlap_passes=not config.disable_moe_prefill_overlap,
+    )
 
 
 def serve(config: Config, source: ModelSource) -> None:
@@ -194,5 +200,4 @@ def _breaking(plan: StepPlan) -> Iterator[None]:
         raise
     except Exception as error:
         _log.exception(log.event("step.broken", step=plan.step_id))
-        reason = " ".join(str(error).split())
-        raise EngineError(f"step {plan.step_id} broke: {type(error).__name__}: {reason}") from error
+        raise EngineError(f"step {plan.step_id} broke: {describe(error)}") from error

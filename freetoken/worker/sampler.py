@@ -180,18 +180,22 @@ class Sampler:
         return sampled
 
     def _draw(self, row_ids: RowIds, scores: Tensor) -> Tensor:
-        arrays = self.read(row_ids)
-        tokens = sample(
-            scores,
-            to_device(arrays.temperature, self._device),
-            to_device(arrays.top_k, self._device),
-            to_device(arrays.top_p, self._device),
-            to_device(arrays.min_p, self._device),
-            to_device(arrays.uniforms, self._device),
-        )
-        if self._device.type == "cpu" and (tokens < 0).any():
-            raise nothing_to_draw(row_ids[(tokens < 0).numpy()].tolist())
+        on_cpu = self._device.type == "cpu"
+        if on_cpu and not self._is_random[row_ids].any():
+            best, tokens = scores.max(dim=-1)
+            is_sound = best.isfinite()
+        else:
+            tokens = sample(scores, *self._parameters(row_ids))
+            is_sound = tokens >= 0
+        if on_cpu and not is_sound.all():
+            raise nothing_to_draw(row_ids[~is_sound.numpy()].tolist())
         return tokens
+
+    def _parameters(self, row_ids: RowIds) -> tuple[Tensor, ...]:
+        """What `read` gives, on the device."""
+        arrays = self.read(row_ids)
+        names = ("temperature", "top_k", "top_p", "min_p", "uniforms")
+        return tuple(to_device(getattr(arrays, name), self._device) for name in names)
 
     def _edit(self, row_ids: RowIds, logits: Tensor, held: Flags, penalized: Flags) -> Tensor:
         scores = logits.clone()

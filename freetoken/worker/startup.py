@@ -67,21 +67,21 @@ def start(
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, plan.context_tokens, report)
         trim_heap()
-    pools = source.make_pools(plan.num_pages, plan.page_size)
-    assert pool_bytes(pools) == plan.prices["kv"]
-    limits = make_limits(config, sizes, plan, experts)
-    threads = None if sizes.on_gpu else StepThreads(torch.get_num_threads())
-    runner = Runner(model, pools, limits, threads)
-    compiles = sizes.on_gpu and config.compile == "auto"
-    if compiles:
-        model.compile()
-    with _stage(progress, Phase.CHECKING, "compiling and warming up" if compiles else "warming up"):
+    with _stage(progress, Phase.CHECKING, "warming up"):
+        pools = source.make_pools(plan.num_pages, plan.page_size)
+        assert pool_bytes(pools) == plan.prices["kv"]
+        limits = make_limits(config, sizes, plan, experts)
+        threads = None if sizes.on_gpu else StepThreads(torch.get_num_threads())
+        runner = Runner(model, pools, limits, threads)
+        if sizes.on_gpu and config.compile == "auto":
+            progress.detail = "compiling and warming up"
+            model.compile()
         warm_up(runner, threads)
     if memory is not None:
         plan = grow_slots(config, sizes, plan, model, memory)
         threshold = measure_threshold(config, sizes, plan, model)
         runner.observer = StepObserver(threshold, model.num_layers)
-        if compiles and can_capture(model):
+        if config.compile == "auto" and can_capture(model):
             with _stage(progress, Phase.CHECKING, "capturing CUDA graphs"):
                 runner.capture(lambda done, total: report("capturing CUDA graphs", done, total))
         check_prices(memory.peak(), plan.prices)

@@ -13,8 +13,9 @@ from freetoken.kernels.slot_order import (
     KEPT_SHIFT,
     MAX_AGE,
     ONE_USE,
+    SLOTS_PER_REPLACEMENT,
     decayed,
-    max_replaced,
+    num_victims,
     order_key,
 )
 
@@ -33,6 +34,7 @@ class NaivePolicy:
         self.uses: dict[tuple[int, int], list[int]] = {}
         self.seats: dict[int, tuple[int, int]] = {}
         self.share: list[int] = []
+        self.may_take_used = False
 
     def worth(self, key: tuple[int, int], end: int) -> int:
         """As of the end of step `end`, before it decays."""
@@ -65,7 +67,7 @@ class NaivePolicy:
             return free[0]
         if idle:
             return min(idle, key=lambda slot: self.idle_order(slot, before))
-        if passed:
+        if passed and self.may_take_used:
             return min(passed, key=lambda slot: self.last_order(slot, before))
         return None
 
@@ -82,7 +84,9 @@ class NaivePolicy:
     def end_step(self) -> None:
         idle = [slot for slot in self.seats if self.last_use(slot) < self.step]
         idle.sort(key=lambda slot: self.idle_order(slot, self.step))
-        self.share = idle[: max_replaced(self.num_slots)]
+        share = -(-self.num_slots // SLOTS_PER_REPLACEMENT)
+        self.share = idle[:share]
+        self.may_take_used = len(idle) < share
         self.step += 1
 
 
@@ -189,8 +193,15 @@ def test_wide_step_replaces_no_more_than_its_share() -> None:
     run(policy, list(range(64)))
     run(policy, [])
     found = policy.resolve(1, range(40))
-    assert len(found.loads) == max_replaced(64) == 8
-    assert found.bypass == tuple(range(8, 40))
+    assert len(found.loads) == 64 // SLOTS_PER_REPLACEMENT == 16
+    assert found.bypass == tuple(range(16, 40))
+
+
+@pytest.mark.parametrize(("num_kept", "reach"), [(0, 35), (65, 35), (66, 100), (90, 100)])
+def test_slots_of_the_last_step_are_in_reach_where_others_are_few(
+    num_kept: int, reach: int
+) -> None:
+    assert num_victims(num_slots=100, num_free=10, num_kept=num_kept) == reach
 
 
 def test_find_changes_nothing() -> None:

@@ -76,6 +76,20 @@ def test_library_for_all_gpus_holds_code_for_each_and_for_those_to_come() -> Non
     ]
 
 
+def test_sources_of_a_wheel_come_before_a_package_named_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cuda_library._SOURCE_DIRS
+    assert (first.name, second.name) == ("_cuda", "cuda")
+    ours, theirs = tmp_path / "_cuda", tmp_path / "cuda"
+    theirs.mkdir()
+    monkeypatch.setattr(cuda_library, "_SOURCE_DIRS", (ours, theirs))
+    assert cuda_library.source_files() == []
+    ours.mkdir()
+    (ours / "fetch.cu").touch()
+    assert cuda_library.source_files() == [ours / "fetch.cu"]
+
+
 def test_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cuda_library.cache_dir() == Path("/somewhere/freetoken/cuda")

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from freetoken.kernels.gates import GateKind, recognise_gate
 
@@ -113,3 +115,11 @@ def test_a_kind_computes_in_the_type_it_is_given() -> None:
     assert got.dtype == torch.bfloat16
     expected = F.silu(product[:, :2].float()) * product[:, 2:].float()
     torch.testing.assert_close(got, expected.bfloat16())
+
+
+def test_gpt_oss_own_gate_is_recognised() -> None:
+    config = GptOssConfig(hidden_size=8, intermediate_size=12, num_local_experts=2)
+    with torch.device("meta"):
+        module = GptOssExperts(config)
+    got = recognise_gate(module._apply_gate, True, 24, torch.bfloat16)
+    assert got == GateKind("swish", interleaved=True, alpha=1.702, limit=7.0, up_shift=1.0)

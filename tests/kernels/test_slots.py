@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from freetoken.experts.policy import SlotPolicy
-from freetoken.kernels import reference_slots
-from freetoken.kernels.slot_tables import SlotTables, allocate, clear
+from freetoken.kernels import reference_slots, slot_ops
+from freetoken.kernels.slot_tables import DISTINCT, SlotTables, allocate, clear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -201,3 +201,73 @@ def test_fetch_copies_the_listed_rows_and_no_others(kind: str, num_fetch: int) -
 def test_tables_know_their_size() -> None:
     tables = allocate(2, 3, 5, 4, "cpu")
     assert tables.num_bytes == 8 * (5 + 1 + 4) + 4 * (2 * 6 + 3 * 5 + 2 + 5 * 3 + 3 + 4 + 4)
+
+
+def test_operations_run_where_the_tables_are() -> None:
+    tables = allocate(1, 4, 2, 2, "cpu")
+    bank, pool = torch.ones(4, 16, dtype=torch.uint8), torch.zeros(6, 16, dtype=torch.uint8)
+    slot_ops.resolve(tables, torch.tensor([[3, 1]]), None, 0)
+    slot_ops.fetch(bank, pool, tables)
+    slot_ops.build_queue(tables)
+    assert pool.sum(1).tolist() == [16, 16, 0, 0, 0, 0]
+    assert tables.counters[DISTINCT] == 2
+
+
+def test_more_pairs_than_there_is_room_for_are_refused() -> None:
+    tables = allocate(1, 4, 2, 2, "cpu")
+    with pytest.raises(AssertionError, match="3 pairs, max_pairs 2"):
+        slot_ops.resolve(tables, torch.tensor([[3, 1, 2]]), None, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_captured_step_follows_the_policy_when_it_is_replayed() -> None:
+    """Resolve, fetch and build_queue of all layers in one graph, over changing ids and lengths."""
+    rng = random.Random(0)
+    num_experts, num_slots, max_tokens = 16, 20, 9
+    twins = Twins("triton", num_slots, num_experts, max_tokens)
+    tables, policy = twins.tables, twins.policy
+    banks = torch.randint(0, 256, (L, num_experts, 4096), dtype=torch.uint8).pin_memory()
+    pool = torch.zeros(num_slots + num_experts, 4096, dtype=torch.uint8, device="cuda")
+    seen = torch.zeros(L, num_experts, 4096, dtype=torch.uint8, device="cuda")
+    ids = torch.zeros(L, max_tokens, K, dtype=torch.int64, device="cuda")
+    num_tokens = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        for layer in range(L):
+            slot_ops.resolve(tables, ids[layer], num_tokens, layer)
+            slot_ops.fetch(banks[layer], pool, tables)
+            rows = tables.rows.long()
+            seen[layer] = pool[rows.clamp(min=0)] * (rows >= 0)[:, None]
+        slot_ops.build_queue(tables)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    clear(tables)
+    for layers in steps(rng, num_experts, 60, max_tokens):
+        width = len(layers[0])
+        ids[:, :width] = torch.stack(layers).cuda()
+        num_tokens.fill_(width)
+        graph.replay()
+        expected = torch.zeros_like(seen)
+        for layer, asked in enumerate(layers):
+            experts = {e for e in asked.flatten().tolist() if 0 <= e < num_experts}
+            found = policy.resolve(layer, experts)
+            chosen = sorted(experts)
+            expected[layer, chosen] = banks[layer, chosen].cuda()
+            numbers = (
+                len(found.hits),
+                len(found.loads) + len(found.bypass),
+                len(experts),
+                len(found.bypass),
+            )
+            twins.counters = [a + b for a, b in zip(twins.counters, numbers, strict=True)]
+        policy.end_step()
+        twins.check()
+        assert torch.equal(seen, expected)

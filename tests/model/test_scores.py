@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freetoken.model import attention
-from freetoken.model.attention import Scores
+from freetoken.model import scores as scores_file
+from freetoken.model.scores import Scores
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def naive(
 def test_blocks_of_queries_equal_the_formula(
     monkeypatch: pytest.MonkeyPatch, kind: str, causal: bool, max_scores: int
 ) -> None:
-    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(scores_file, "MAX_SCORES", max_scores)
     num_queries, num_keys = 7, 7 if causal else 12
     q = random(1, 6, num_queries, 8, seed=0)
     k, v = random(1, 2, num_keys, 8, seed=1), random(1, 2, num_keys, 5, seed=2)

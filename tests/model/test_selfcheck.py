@@ -25,6 +25,11 @@ def test_models_that_equal_transformers_pass(model_type: str, experts: ExpertsMo
     check_config(large(model_type), experts=experts)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen3", "gemma2"])
+def test_models_pass_on_the_way_of_a_gpu(model_type: str) -> None:
+    check_config(large(model_type), experts="slots", dtype=torch.float16, use_kernels=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "minimax_m2", "glm4_moe"])
 def test_models_pass_in_the_type_that_is_served(model_type: str, dtype: torch.dtype) -> None:

@@ -285,6 +285,7 @@ def test_counters_add_up() -> None:
     assert gauges["cached_tokens"] == 99
     assert gauges["output_tokens"] == 10 + len(driver.text("c"))
     assert gauges["steps"] == len(driver.plans)
+    assert gauges["distinct_experts"] == gauges["expert_bytes_pass"] == 0
     assert gauges["pages_used"] == gauges["running"] == gauges["waiting"] == 0
     assert gauges["pages_free"] + gauges["pages_cached"] == 64
 
@@ -299,6 +300,6 @@ def test_an_extend_and_an_end_are_one_log_line_each(caplog: pytest.LogCaptureFix
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert lines[0].startswith("extend id=a tokens=1 cached=99 path=on_demand ms=")
-    assert lines[0].endswith(" bytes=0")
+    assert lines[0].endswith(" bytes=0 hits=0 misses=0 distinct=0")
     assert lines[1].startswith("request.end id=a prompt=100 cached=99 output=5 finish=length ttft")
     assert FinishReason.LENGTH in lines[1]

@@ -19,7 +19,8 @@ import httpx
 class FakeServer(httpx.AsyncBaseTransport):
     """`tokenize` gives the number of tokens of a text; `unknown` are fields that it refuses.
 
-    `worker_share` of the time is counted as step time in /metrics.
+    `worker_share` of the time is counted as step time in /metrics; with `tells_experts` each step
+    asks for 10 experts, of which 3 miss, 7 bytes each.
     """
 
     prefill_s: float = 0.001
@@ -41,6 +42,7 @@ class FakeServer(httpx.AsyncBaseTransport):
     worker_share: float = 0.8
     steps: int = 0
     step_us: float = 0.0
+    tells_experts: bool = False
 
     def clock(self) -> float:
         return self.now_s
@@ -77,7 +79,17 @@ class FakeServer(httpx.AsyncBaseTransport):
         return httpx.Response(200, stream=_Stream(self._events(body, usage, cached)))
 
     def _metrics(self) -> str:
-        return (
+        experts = {
+            "step_us_pass": 0,
+            "slot_hits": 7 * self.steps,
+            "slot_misses": 3 * self.steps,
+            "expert_bytes": 21 * self.steps,
+            "expert_bytes_pass": 0,
+            "distinct_experts": 10 * self.steps,
+            "distinct_experts_pass": 0,
+        }
+        told = [f"freetoken_engine_{name}_total {value}.0\n" for name, value in experts.items()]
+        return "".join(told if self.tells_experts else []) + (
             "# HELP freetoken_engine_steps Total of the engine\n"
             f"freetoken_engine_steps_total {float(self.steps)}\n"
             "freetoken_engine_steps_pass_total 0.0\n"

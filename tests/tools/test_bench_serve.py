@@ -41,7 +41,8 @@ def connect(fake: FakeServer, *, is_chat: bool = False, api_key: str | None = No
 def bench(server: Server, plan: Plan = PLAN) -> Results:
     async def run() -> Results:
         async with server:
-            return await run_plan(server, plan, random.Random(plan.seed), lambda _, __: None)
+            rng = random.Random(plan.seed)
+            return await run_plan(server, plan, rng, lambda _, __: None, settle_s=0)
 
     return asyncio.run(run())
 
@@ -196,6 +197,33 @@ def test_tables_and_json_hold_the_medians() -> None:
     assert data["fresh"][1]["median"]["ttft_ms"] == pytest.approx(200)
     assert data["decode"][0]["median"]["tokens_per_s"] == pytest.approx(100)
     assert data["plan"]["seed"] == 7
+
+
+def test_what_the_engine_tells_stands_beside_each_figure() -> None:
+    results = bench(connect(FakeServer(tells_experts=True)))
+    for row in (*results.fresh, *results.extend):
+        assert [work.slot_misses for work in row.work] == [3] * 3
+        assert [work.distinct_experts for work in row.work] == [10] * 3
+    for decode in results.decode:
+        assert [work.steps for work in decode.work] == [PLAN.max_tokens] * 3
+        assert [work.miss_rate for work in decode.work] == pytest.approx([0.3] * 3)
+    text = io.StringIO()
+    print_tables(results, Console(file=text, width=120))
+    lines = [line.split() for line in text.getvalue().splitlines() if line.strip()]
+    assert lines[2][-4:] == ["path", "distinct", "misses", "MB"]
+    assert lines[4][-5:] == ["on", "demand", "10", "3", "2.1e-05"]
+    assert lines[-1][-3:] == ["10", "3", "30.0"]
+    data = json.loads(json.dumps(to_json(results)))
+    assert data["decode"][0]["median"]["work"]["slot_misses"] == 3 * PLAN.max_tokens
+
+
+def test_a_server_that_tells_nothing_gets_no_further_columns_or_requests() -> None:
+    fake = FakeServer()
+    results = bench(connect(fake))
+    assert not any(row.work for row in (*results.fresh, *results.extend, *results.decode))
+    text = io.StringIO()
+    print_tables(results, Console(file=text, width=120))
+    assert "misses" not in text.getvalue()
 
 
 def test_a_server_that_is_not_there_gives_one_line_and_exit_code_1(

@@ -11,11 +11,13 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freetoken.model.context import KvPools, StepContext
+from freetoken.worker.runner import Limits, Runner
 from freetoken.worker.sizes import ModelSizes
 from freetoken.worker.source import ReportBytes
 
@@ -40,7 +42,8 @@ class HashModel:
     counters: Tensor | None = None
 
     def forward(self, ids: Tensor, context: StepContext, logits_at: Tensor) -> Tensor:
-        self.forwards.append(("forward", len(ids)))
+        count = len(ids) if context.num_tokens is None else int(context.num_tokens)
+        self.forwards.append(("forward", count))
         return self._run(ids, context, logits_at)
 
     def start_pass(
@@ -126,6 +129,24 @@ def expected_text(prompt: list[int], count: int) -> list[int]:
 def fake_pools(num_pages: int, page_size: int) -> KvPools:
     shape = (num_pages + 1, page_size, 1, 1)
     return KvPools((torch.zeros(shape),), (torch.zeros(shape),), page_size)
+
+
+def new_runner(model: HashModel, *, queues_steps: bool, **changes: int | None) -> Runner:
+    """A runner of small limits, which `changes` change."""
+    limits: dict[str, Any] = {
+        "max_rows": 4,
+        "num_pages": 32,
+        "page_size": 4,
+        "context_tokens": 64,
+        "vocab_size": VOCAB_SIZE,
+        "max_step_tokens": 64,
+        "chunk_tokens": 64,
+        "max_pass_tokens": 128,
+        "max_on_demand_tokens": None,
+    }
+    made = Limits(**(limits | changes))
+    pools = fake_pools(made.num_pages, made.page_size)
+    return Runner(model, pools, made, queues_steps=queues_steps)
 
 
 class HashSource:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from freetoken.config import Config
-from freetoken.model import attention, step
+from freetoken.model import scores, step
 from freetoken.wire.messages import Extend, PageRun, RowStart, Sampling, pack_ids
 from freetoken.worker import checkpoint
 from freetoken.worker.link import Progress
@@ -74,7 +74,7 @@ def started(request, tmp_path_factory):
         # The real limits are beyond what such a small model can reach.
         patch.setattr(step, "MAX_GATHERED_KEYS", GATHERED_KEYS)
         patch.setattr(checkpoint, "MAX_GATHERED_KEYS", GATHERED_KEYS)
-        patch.setattr(attention, "MAX_SCORES", SCORES)
+        patch.setattr(scores, "MAX_SCORES", SCORES)
         patch.setattr(checkpoint, "MAX_SCORES", SCORES)
         source = checkpoint.CheckpointSource(path, "float32", torch.device("cpu"))
         yield start(config, source, Progress(), 1 << 30)

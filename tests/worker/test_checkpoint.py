@@ -149,7 +149,7 @@ def test_the_model_is_checked_in_the_type_that_is_served(checkpoint, monkeypatch
     seen = []
     monkeypatch.setattr(subject, "check_model", lambda path, **options: seen.append(options))
     CheckpointSource(checkpoint, "float16", torch.device("cpu")).check("slots")
-    assert seen == [{"experts": "slots", "dtype": "float16"}]
+    assert seen == [{"experts": "slots", "dtype": "float16", "device": "cpu"}]
 
 
 def test_the_threshold_is_announced_with_slots_only(checkpoint):
@@ -202,7 +202,7 @@ def test_the_self_check_runs_in_the_type_that_is_served(checkpoint, monkeypatch)
         "freetoken.worker.checkpoint.check_model", lambda path, **options: asked.append(options)
     )
     CheckpointSource(checkpoint, "bfloat16", torch.device("cpu")).check("in-place")
-    assert asked == [{"experts": "in-place", "dtype": "bfloat16"}]
+    assert asked == [{"experts": "in-place", "dtype": "bfloat16", "device": "cpu"}]
 
 
 def test_rope_that_would_change_beyond_the_model_s_window_is_refused(tmp_path):

@@ -1,4 +1,7 @@
-"""Step plans on the hash model: order of operations, void rows, retries, refusals."""
+"""Step plans on the hash model: order of operations, void rows, retries, refusals.
+
+All of it twice: computed when launched, as on a CPU, and queued in padded buckets, as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,23 @@ from freetoken.wire.messages import (
     unpack_ids,
 )
 from freetoken.worker.faults import StepError
-from freetoken.worker.runner import Limits, Runner
-from tests.worker.fakes import VOCAB_SIZE, HashModel, expected_next, expected_text, fake_pools
+from tests.worker.fakes import VOCAB_SIZE, HashModel, expected_next, expected_text, new_runner
 from tests.worker.plans import GREEDY, decode_plan, make_plan, start_plan, tokens_of
 
 PAGE_SIZE = 4
 
 
-def make_runner(model=None, **changes):
-    values = {
-        "max_rows": 4,
-        "num_pages": 32,
-        "page_size": PAGE_SIZE,
-        "context_tokens": 64,
-        "vocab_size": VOCAB_SIZE,
-        "max_step_tokens": 64,
-        "chunk_tokens": 64,
-        "max_pass_tokens": 128,
-        "max_on_demand_tokens": None,
-    } | changes
-    limits = Limits(**values)
-    pools = fake_pools(limits.num_pages, limits.page_size)
-    return Runner(model or HashModel(), pools, limits)
+@pytest.fixture(params=[False, True], ids=["direct", "queued"])
+def make_runner(request):
+    """A function that makes a runner of a model, with changed limits."""
+
+    def make(model=None, **changes):
+        return new_runner(model or HashModel(), queues_steps=request.param, **changes)
+
+    return make
 
 
-def test_extend_then_decode_gives_the_text():
+def test_extend_then_decode_gives_the_text(make_runner):
     runner, prompt = make_runner(), [3, 1, 4, 1, 5]
     text = [tokens_of(runner.execute(start_plan(0, prompt, 0)))[0]]
     for position in range(5, 12):
@@ -47,7 +42,7 @@ def test_extend_then_decode_gives_the_text():
     assert text == expected_text(prompt, 8)
 
 
-def test_chunks_sample_only_from_the_last():
+def test_chunks_sample_only_from_the_last(make_runner):
     runner, prompt = make_runner(), list(range(10))
     first = runner.execute(start_plan(0, prompt[:6], 0, is_last=False))
     assert tokens_of(first) == {}
@@ -55,7 +50,7 @@ def test_chunks_sample_only_from_the_last():
     assert tokens_of(runner.execute(plan)) == {0: expected_next(prompt)}
 
 
-def test_extends_come_before_decode_rows_in_the_result():
+def test_extends_come_before_decode_rows_in_the_result(make_runner):
     runner = make_runner()
     a = tokens_of(runner.execute(start_plan(2, [1, 2], 0)))[2]
     plan = start_plan(1, [5, 6, 7], 8, decode_rows=pack_ids([2]), decode_positions=pack_ids([2]))
@@ -64,7 +59,7 @@ def test_extends_come_before_decode_rows_in_the_result():
     assert tokens_of(result) == {1: expected_next([5, 6, 7]), 2: expected_next([1, 2, a])}
 
 
-def test_a_prefix_hit_on_a_copied_page_gives_the_cold_text():
+def test_a_prefix_hit_on_a_copied_page_gives_the_cold_text(make_runner):
     runner, prompt = make_runner(), [9, 8, 7, 6, 5, 4]
     runner.execute(start_plan(0, prompt, 0))
     longer = [*prompt, 50]
@@ -77,14 +72,14 @@ def test_a_prefix_hit_on_a_copied_page_gives_the_cold_text():
     assert tokens_of(runner.execute(plan)) == {1: expected_next(longer)}
 
 
-def test_a_row_id_can_be_forgotten_and_started_in_one_plan():
+def test_a_row_id_can_be_forgotten_and_started_in_one_plan(make_runner):
     runner = make_runner()
     runner.execute(start_plan(0, [1, 2, 3], 0))
     again = start_plan(0, [4, 5], 8, forget_rows=pack_ids([0]))
     assert tokens_of(runner.execute(again)) == {0: expected_next([4, 5])}
 
 
-def test_a_pass_runs_through_forward_pass():
+def test_a_pass_runs_through_forward_pass(make_runner):
     model = HashModel()
     runner = make_runner(model)
     result = runner.execute(start_plan(0, list(range(20)), 0, mode=StepMode.PASS))
@@ -92,7 +87,7 @@ def test_a_pass_runs_through_forward_pass():
     assert model.forwards == [("pass", 20)]
 
 
-def test_a_plan_without_a_forward_answers_empty():
+def test_a_plan_without_a_forward_answers_empty(make_runner):
     runner = make_runner()
     runner.execute(start_plan(0, [1], 0))
     result = runner.execute(make_plan(forget_rows=pack_ids([0])))
@@ -122,11 +117,14 @@ BAD_PLANS = {
     "fewer positions than rows": make_plan(decode_rows=pack_ids([0]), decode_positions=b""),
     "decode in a pass": decode_plan({0: 3}, mode=StepMode.PASS),
     "some layers": start_plan(1, [1], 8, layers=(0, 1)),
+    "a pass beyond the last layer": start_plan(1, [1], 8, layers=(0, 5), mode=StepMode.PASS),
+    "a pass of no layers": start_plan(1, [1], 8, layers=(2, 2), mode=StepMode.PASS),
+    "a pass that none has begun": start_plan(1, [], 8, layers=(1, 4), mode=StepMode.PASS),
 }
 
 
 @pytest.mark.parametrize("name", BAD_PLANS)
-def test_a_bad_plan_fails_its_step_and_other_rows_go_on(name):
+def test_a_bad_plan_fails_its_step_and_other_rows_go_on(make_runner, name):
     runner = make_runner(max_step_tokens=32)
     runner.execute(start_plan(0, [1, 2, 3], 0))
     b = tokens_of(runner.execute(start_plan(3, [4, 5], 24)))[3]
@@ -145,7 +143,7 @@ def out_of_memory_above(limit):
     return fail
 
 
-def test_out_of_memory_is_retried_in_smaller_pieces():
+def test_out_of_memory_is_retried_in_smaller_pieces(make_runner):
     model = HashModel()
     runner = make_runner(model)
     b = tokens_of(runner.execute(start_plan(1, [5, 6], 16)))[1]
@@ -161,7 +159,9 @@ def test_out_of_memory_is_retried_in_smaller_pieces():
     assert max(tokens for _, tokens in model.forwards) <= 20, "later steps stay small"
 
 
-def test_out_of_memory_at_the_smallest_piece_fails_the_step_three_times_and_serving_goes_on():
+def test_out_of_memory_at_the_smallest_piece_fails_the_step_three_times_and_serving_goes_on(
+    make_runner,
+):
     model = HashModel()
     runner = make_runner(model)
     b = tokens_of(runner.execute(start_plan(1, [5, 6], 16)))[1]
@@ -173,7 +173,7 @@ def test_out_of_memory_at_the_smallest_piece_fails_the_step_three_times_and_serv
     assert tokens_of(runner.execute(decode_plan({1: 2}))) == {1: expected_next([5, 6, b])}
 
 
-def test_rows_of_a_failed_step_are_void_in_plans_already_queued():
+def test_rows_of_a_failed_step_are_void_in_plans_already_queued(make_runner):
     model = HashModel()
     runner = make_runner(model)
     b = tokens_of(runner.execute(start_plan(1, [5, 6], 16)))[1]
@@ -189,7 +189,7 @@ def test_rows_of_a_failed_step_are_void_in_plans_already_queued():
     assert list(unpack_ids(runner.execute(more).row_ids)) == [0]
 
 
-def test_void_rows_have_a_place_among_logprobs():
+def test_void_rows_have_a_place_among_logprobs(make_runner):
     model = HashModel()
     runner = make_runner(model)
     runner.execute(start_plan(1, [5, 6], 16, sampling=Sampling(temperature=0.0, logprobs=0)))
@@ -202,7 +202,7 @@ def test_void_rows_have_a_place_among_logprobs():
     assert result.logprobs[1] is not None
 
 
-def test_not_a_number_fails_the_step():
+def test_not_a_number_fails_the_step(make_runner):
     class Broken(HashModel):
         def _run(self, ids, context, logits_at):
             return torch.full((len(logits_at), VOCAB_SIZE), torch.nan)
@@ -211,7 +211,7 @@ def test_not_a_number_fails_the_step():
         make_runner(Broken()).execute(start_plan(0, [1, 2], 0))
 
 
-def test_an_error_of_the_model_is_not_swallowed():
+def test_an_error_of_the_model_is_not_swallowed(make_runner):
     def fail(ids):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -219,7 +219,7 @@ def test_an_error_of_the_model_is_not_swallowed():
         make_runner(HashModel(fails=fail)).execute(start_plan(0, [1, 2], 0))
 
 
-def test_forget_all_frees_every_row():
+def test_forget_all_frees_every_row(make_runner):
     runner = make_runner()
     runner.execute(start_plan(0, [1, 2], 0))
     runner.forget_all()

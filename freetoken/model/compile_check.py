@@ -1,0 +1,69 @@
+"""Compiles a loaded model's layers and makes sure that they still compute what they did.
+
+The self-check runs layers as they are. Compiled code differs from them by roundings; anything else,
+and a model that torch.compile cannot take, means that this model is served without it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from freetoken import log
+from freetoken.model.served import ServedModel
+from freetoken.model.trial import Part, Trial
+
+EXTEND_TOKENS = 48
+"""A first extend of this size: kernels that are made for any number of tokens suit it best."""
+NUM_DECODES = 2
+PAGE_SIZE = 16
+# Of the lower quartile over tokens: where two experts score alike, roundings pick one, and that
+# token differs by much. bf16's own error is about 1e-2 over the layers of a large model.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+_log = log.get(__name__)
+
+
+def compile_checked(model: ServedModel) -> bool:
+    """Compile the layers of `model`; False: it runs as it is, the log says why.
+
+    Takes about 10 s for each kind of layer the first time, and a few seconds from the cache.
+    """
+    started_s = time.monotonic()
+    expected = _logits(model)
+    try:
+        model.compile_layers()
+        difference = _difference(_logits(model), expected)
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # Whatever the compiler makes of a class that it does not know: serving goes on without.
+        return _give_up(model, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    if not difference <= TOLERANCE[model.shape.dtype]:
+        return _give_up(model, f"logits differ by {difference:.1e} relative")
+    seconds = time.monotonic() - started_s
+    _log.info(log.event("compile.done", seconds=seconds, difference=difference))
+    return True
+
+
+def _give_up(model: ServedModel, reason: str) -> bool:
+    model.run_eagerly()
+    _log.warning("layers run without torch.compile, about half as fast: %s", reason)
+    return False
+
+
+def _logits(model: ServedModel) -> torch.Tensor:
+    """[tokens, V] of an extend and of decode steps: of several tokens and of one."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(EXTEND_TOKENS, model.shape.window - NUM_DECODES)
+    ids = torch.randint(0, model.shape.vocab_size, (length + NUM_DECODES,), generator=generator)
+    trial = Trial(model, [ids], page_size=PAGE_SIZE)
+    trial.step(Part(0, length))
+    for _ in range(NUM_DECODES):
+        trial.step(Part(0, 1))
+    return trial.logits(0)
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((got - expected).norm(dim=1) / expected.norm(dim=1)).quantile(0.25))

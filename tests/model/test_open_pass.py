@@ -1,0 +1,60 @@
+"""What the thread of a pass has of its owner's."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import torch
+
+from freetoken.model.attention import PagedAttention
+from freetoken.model.open_pass import BeforeLayer, OpenPass
+from freetoken.model.passes import PassRun
+
+setting: ContextVar[str] = ContextVar("setting", default="none")
+
+
+def open_pass(num_layers: int, seen: list[object]) -> OpenPass:
+    runs: list[PassRun] = []
+
+    def make_run(before_layer: BeforeLayer) -> PassRun:
+        layers = [None] * num_layers
+        runs.append(PassRun([], PagedAttention(), None, layers, before_layer))
+        return runs[0]
+
+    def forward() -> torch.Tensor:
+        for layer in range(num_layers):
+            runs[0].enter_layer(layer)
+            state = (setting.get(), torch.is_inference_mode_enabled(), torch.get_num_threads())
+            seen.append(state)
+        return torch.zeros(1)
+
+    return OpenPass(make_run, forward, torch.device("cpu"), lambda: seen.append("ended"))
+
+
+def test_thread_computes_in_inference_mode_with_its_owners_settings() -> None:
+    seen: list[object] = []
+    token = setting.set("mine")
+    threads = torch.get_num_threads()
+    try:
+        running = open_pass(2, seen)
+        assert not running.advance(1)
+        torch.set_num_threads(threads + 1)
+        assert running.advance()
+    finally:
+        setting.reset(token)
+        torch.set_num_threads(threads)
+    assert seen == [("mine", True, threads), ("mine", True, threads + 1), "ended"]
+
+
+def test_layers_run_when_they_are_asked_for() -> None:
+    seen: list[object] = []
+    running = open_pass(5, seen)
+    assert seen == []
+    assert not running.advance(2)
+    assert len(seen) == 2
+    assert not running.advance(2)
+    assert running.advance(2), "one layer was left"
+    assert len(seen) == 6
+    assert running.advance(), "it stays done"
+    running.close()
+    assert len(seen) == 6

@@ -1,0 +1,134 @@
+"""Bounds and limits of the GPU benchmark are what its table says."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from bench_scenarios import Decode, FirstToken
+from engine_counters import EngineWork
+from gpu_report import print_rows
+from gpu_targets import (
+    Row,
+    Speeds,
+    arithmetic_ms,
+    bank_bytes,
+    decode_rows,
+    expert_bytes,
+    extend_rows,
+    find_all_hit,
+    fresh_rows,
+    kernel_rows,
+    policy_rows,
+)
+from make_moe import SHAPES
+from rich.console import Console
+
+QWEN3, GPT_OSS = SHAPES["qwen3"], SHAPES["gpt-oss"]
+SPEEDS = Speeds(50.0, 40.0)
+ROW = 3 * 2048 * 768 * 2
+
+
+def work(**values: float) -> EngineWork:
+    names = EngineWork.__slots__
+    return EngineWork(**(dict.fromkeys(names, 0.0) | values))
+
+
+def first_token(tokens: int, ttft_ms: float, cost: EngineWork) -> FirstToken:
+    return FirstToken(tokens, (ttft_ms,), (2048 + tokens,), (2048,), (cost,))
+
+
+def decode(streams: int, temperature: float, gap_ms: float, cost: EngineWork) -> Decode:
+    gaps: tuple[float, ...] = (gap_ms,)
+    return Decode(streams, temperature, gaps, gaps, gaps, (1e3 / gap_ms,), 1.0, (cost,))
+
+
+def test_sizes_are_those_of_the_layouts() -> None:
+    assert expert_bytes(QWEN3) == ROW
+    assert bank_bytes(QWEN3) == pytest.approx(19.33e9, rel=0.001)
+    assert expert_bytes(GPT_OSS) == 3 * 2880 * 2880 * 2 + 2 * (2 * 2880 + 2880) + 128
+    assert bank_bytes(GPT_OSS) == pytest.approx(19.1e9, rel=0.01)
+
+
+def test_arithmetic_of_a_long_prompt_is_what_was_measured() -> None:
+    assert arithmetic_ms(QWEN3, 32768) == pytest.approx(350, rel=0.05)
+    assert arithmetic_ms(GPT_OSS, 32768) > arithmetic_ms(GPT_OSS, 8192) * 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cost", "bound", "limit"),
+    [
+        (1, work(slot_misses=64, distinct_experts=128, expert_bytes=64 * ROW), 17.0, 23.6),
+        (16, work(slot_misses=500, distinct_experts=1100, expert_bytes=500 * ROW), 118.0, 141.7),
+        (1024, work(steps_pass=1, distinct_experts=2048, expert_bytes=1), 193.3, 228.3),
+    ],
+)
+def test_an_extend_is_held_to_the_cheaper_of_both_ways(
+    tokens: int, cost: EngineWork, bound: float, limit: float
+) -> None:
+    extends = [first_token(tokens, 100.0, cost)]
+    [row] = extend_rows(extends, QWEN3, 0.5, SPEEDS, {(1, 0.0): 1.9})
+    assert row.bound == pytest.approx(bound, abs=0.2)
+    assert row.limit == pytest.approx(limit, abs=0.3)
+    assert row.passed == (limit > 100)
+
+
+def test_a_fresh_prompt_is_held_to_link_or_arithmetic() -> None:
+    prompts = [first_token(8192, 220.0, work()), first_token(32768, 400.0, work())]
+    short, long = fresh_rows(prompts, QWEN3, 0.5, SPEEDS)
+    assert short.bound == pytest.approx(193.3, abs=0.1)
+    assert short.passed
+    assert long.bound == arithmetic_ms(QWEN3, 32768)
+    assert long.limit == 1.3 * arithmetic_ms(QWEN3, 32768)
+
+
+def test_decoding_with_misses_is_held_to_the_gap_without_and_the_bytes() -> None:
+    resident = [decode(8, 1.0, 3.0, work(steps=100, slot_hits=1e5))]
+    all_hit = find_all_hit(resident)
+    assert all_hit == {(8, 1.0): 3.0}
+    assert decode_rows([decode(8, 0.0, 3.0, work(steps=9, slot_hits=9))], 1.0, SPEEDS, {})[
+        0
+    ].limit == pytest.approx(3.1)
+    cost = work(steps=10, slot_hits=500, slot_misses=500, expert_bytes=500 * ROW)
+    for rate, limit in ((0.5, 14.8 / 0.95), (0.25, 1.15 * 14.8)):
+        [row] = decode_rows([decode(8, 1.0, 16.0, cost)], rate, SPEEDS, all_hit)
+        assert row.bound == pytest.approx(14.8, abs=0.1)
+        assert row.limit == pytest.approx(limit, abs=0.1)
+    few = work(steps=10, slot_hits=900, slot_misses=100, expert_bytes=ROW)
+    [row] = decode_rows([decode(8, 1.0, 16.0, few)], 0.5, SPEEDS, all_hit)
+    assert row.limit is None
+
+
+def test_what_is_not_known_has_no_limit() -> None:
+    silent = FirstToken(16, (5.0,), (2064,), (2048,))
+    assert extend_rows([silent], QWEN3, 0.5, SPEEDS, {})[0].limit is None
+    cost = work(steps=10, slot_misses=500, expert_bytes=ROW)
+    assert decode_rows([decode(4, 0.0, 9.0, cost)], 0.5, SPEEDS, {})[0].limit is None
+
+
+def test_kernels_and_policy_have_floors_and_ceilings() -> None:
+    figures: dict[str, Any] = {
+        "copy_gb_s": 50.0,
+        "gather_gb_s": 47.0,
+        "fetch": "cuda",
+        "empty_us": 3.0,
+        "resolve_us": 5.0,
+        "queue_us": 9.0,
+    }
+    assert [row.passed for row in kernel_rows(figures)] == [True, False, None, None]
+    traces = [
+        {"trace": "lru-stack", "policy": 99, "lru": 100, "fixed": 50},
+        {"trace": "recorded", "policy": 99, "lru": 100, "fixed": 50},
+        {"trace": "cyclic", "policy": 35, "lru": 0, "fixed": 50},
+    ]
+    assert [row.passed for row in policy_rows(traces)] == [True, False, True]
+
+
+def test_the_table_says_what_was_missed() -> None:
+    text = io.StringIO()
+    rows = [Row("a", "ms", 12.0, 10.0, 11.0), Row("b", "s", 12.0, None, 15.0)]
+    print_rows(rows, "title", Console(file=text, width=120))
+    lines = [line.split() for line in text.getvalue().splitlines() if line.strip()]
+    assert lines[-2] == ["a", "12", "ms", "10", "1.20", "11", "MISSED"]
+    assert lines[-1] == ["b", "12", "s", "–", "–", "15", "pass"]

@@ -1,0 +1,130 @@
+"""What a start decides for a GPU, on fakes: experts, limits, slots at last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from freetoken.config import Config
+from freetoken.errors import ConfigError
+from freetoken.experts.cost import Link
+from freetoken.worker import startup as subject
+from freetoken.worker.device import MemoryReading
+from freetoken.worker.memory import plan_memory
+from freetoken.worker.sizes import make_request
+from freetoken.worker.startup import choose_experts, grow_slots, make_limits, measure_threshold
+from tests.worker.fakes import HashModel, fake_sizes
+
+GIB = 1 << 30
+MIB = 1 << 20
+MOE = {
+    "on_gpu": True,
+    "num_moe_layers": 8,
+    "num_experts": 64,
+    "top_k": 4,
+    "expert_bytes": 4 * MIB,
+    "expert_width": 64,
+}
+DENSE = {"on_gpu": True}
+
+
+class Grown(HashModel):
+    """Notes the slots it is given; `bank_rows` is asked for when the link is measured."""
+
+    num_slots = None
+    bank_rows = None
+    device = torch.device("cuda")
+
+    def resize_slots(self, num_slots):
+        self.num_slots = num_slots
+
+
+class Reading:
+    """A GPU on which steps have left `spare` bytes beside a margin of 256 MiB."""
+
+    def __init__(self, spare):
+        self._free = spare + 256 * MIB
+
+    def read(self):
+        return MemoryReading(self._free, 0, 0, 0)
+
+
+def planned(config, sizes, budget=4 * GIB):
+    request = make_request(config, sizes, has_slots=choose_experts(config, sizes) == "slots")
+    return plan_memory(sizes, request, budget)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "option", "expected"),
+    [
+        (MOE, "auto", "slots"),
+        (MOE, "slots", "slots"),
+        (DENSE, "auto", "in-place"),
+        ({}, "auto", "in-place"),
+        ({}, "slots", "slots"),
+    ],
+)
+def test_experts_are_computed_from_slots_on_a_gpu_where_there_are_any(sizes, option, expected):
+    assert choose_experts(Config(experts=option), fake_sizes(**sizes)) == expected
+
+
+def test_experts_in_place_are_refused_on_a_gpu():
+    with pytest.raises(ConfigError, match="in-place is for models on the CPU"):
+        planned(Config(experts="in-place"), fake_sizes(**MOE))
+
+
+@pytest.mark.parametrize("sizes", [MOE, DENSE])
+def test_a_gpu_has_small_steps_on_demand_and_passes_in_large_chunks(sizes):
+    config, sizes = Config(), fake_sizes(**sizes, window=65536)
+    plan = planned(config, sizes)
+    limits = make_limits(config, sizes, plan, choose_experts(config, sizes))
+    assert limits.max_step_tokens == plan.max_on_demand_tokens == 256
+    assert limits.chunk_tokens == plan.max_step_tokens > 256
+    assert limits.max_pass_tokens >= limits.chunk_tokens
+    assert limits.max_on_demand_tokens is not None, "there are passes"
+
+
+def test_slots_take_what_is_left_after_the_first_steps():
+    config, sizes, model = Config(), fake_sizes(**MOE), Grown()
+    plan = replace(planned(config, sizes), num_slots=100, prices={"graphs": 20 * MIB})
+    grown = grow_slots(config, sizes, plan, model, Reading(61 * MIB))
+    assert grown.num_slots == model.num_slots == 110
+    assert grown.prices["slots"] == 110 * sizes.expert_bytes
+    assert grown.resident_rate == pytest.approx(110 / 512)
+
+
+def test_slots_are_never_more_than_experts_and_never_fewer_than_planned():
+    config, sizes = Config(), fake_sizes(**MOE)
+    plan = replace(planned(config, sizes), num_slots=500)
+    model = Grown()
+    assert grow_slots(config, sizes, plan, model, Reading(100 * GIB)).num_slots == 512
+    for spare in (0, 3 * MIB):
+        model = Grown()
+        assert grow_slots(config, sizes, plan, model, Reading(spare)) is plan
+        assert model.num_slots is None
+
+
+@pytest.mark.parametrize("flag", [{"moe_cache_size": 50}, {"moe_cache_rate": 0.1}])
+def test_slots_that_were_asked_for_stay_as_many(flag):
+    config, sizes, model = Config(**flag), fake_sizes(**MOE), Grown()
+    plan = planned(config, sizes)
+    assert grow_slots(config, sizes, plan, model, Reading(GIB)) is plan
+    assert model.num_slots is None
+
+
+@pytest.mark.parametrize(("option", "expected"), [(0, 0), (17, 17)])
+def test_a_given_threshold_is_taken_as_it_is(monkeypatch, option, expected):
+    monkeypatch.setattr(subject, "measure_link", lambda *_: Link(50e9, 45e9))
+    config, sizes = Config(extend_threshold=option), fake_sizes(**MOE)
+    threshold = measure_threshold(config, sizes, planned(config, sizes), Grown())
+    assert threshold.tokens == expected
+
+
+@pytest.mark.parametrize("sizes", [MOE, DENSE])
+def test_a_threshold_is_found_from_the_link_and_within_the_largest_step(monkeypatch, sizes):
+    monkeypatch.setattr(subject, "measure_link", lambda *_: Link(50e9, 45e9))
+    config, sizes = Config(), fake_sizes(**sizes)
+    threshold = measure_threshold(config, sizes, planned(config, sizes), Grown())
+    assert 1 <= threshold.tokens <= 256
