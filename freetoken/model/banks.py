@@ -92,7 +92,10 @@ def open_banks(
 
     ConfigError if `free_bytes` is not enough for what is still to be taken.
     """
-    memory = found if found is not None and found.identity == identity else None
+    memory = found
+    if found is not None and found.identity != identity:  # the files changed meanwhile
+        found.close()
+        memory = None
     is_whole = memory is not None and memory.num_filled == len(identity.layers)
     if free_bytes is not None and not is_whole:
         taken_bytes = 0 if memory is None else memory.taken_bytes
