@@ -83,8 +83,10 @@ def load_model(
     weights.finish(plan.missing)
     if memory is not None:
         memory.close()  # what keeps it has a descriptor of its own
-    if device != "cpu":
-        pin_banks([bank for bank in weights.banks.values() if isinstance(bank, RowBank)])
+    banks = [bank for bank in weights.banks.values() if isinstance(bank, RowBank)]
+    if banks and device != "cpu":
+        progress("pinning the expert banks", num_bytes, num_bytes)
+        pin_banks(banks)
     served = assemble(
         model,
         shape,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shlex
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from freetoken.wire.keeping import (
 )
 from freetoken.worker import keeper as worker_side
 from freetoken.worker.keeper import FD_NAME, LauncherKeeper, ServiceKeeper, find_keeper
+from tests.processes import clean_environment
 
 ONE, OTHER = "1" * 64, "2" * 64
 
@@ -303,3 +307,25 @@ def test_the_service_manager_keeps_the_descriptor(
 )
 def test_descriptors_meant_for_others_are_left_alone(passed: dict[str, str]) -> None:
     assert ServiceKeeper({"NOTIFY_SOCKET": "/nowhere", **passed}).take(ONE) is None
+
+
+def test_a_new_process_finds_what_systemd_passes_to_it(tmp_path: Path) -> None:
+    """As it comes: descriptor 3, and variables that name it and this process."""
+    program = (
+        "import os; from pathlib import Path; from freetoken.worker.keeper import find_keeper\n"
+        f"keeper = find_keeper(Path({str(tmp_path)!r}), os.environ)\n"
+        f"print(os.pread(keeper.take({ONE!r}), 9, 0).decode())\n"
+    )
+    script = f"LISTEN_PID=$$ exec {sys.executable} -c {shlex.quote(program)} 3<&$FD"
+    fd = memory(b"banks")
+    passed = {"LISTEN_FDS": "1", "LISTEN_FDNAMES": FD_NAME, "NOTIFY_SOCKET": "/nowhere"}
+    done = subprocess.run(
+        ["bash", "-c", script.replace("$FD", str(fd))],
+        env=clean_environment(**passed),
+        pass_fds=[fd],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    os.close(fd)
+    assert done.stdout == "banks\n", done.stderr
