@@ -10,25 +10,28 @@ from freetoken.worker.source import ExpertsMode
 _log = log.get(__name__)
 
 
-def log_plan(config: Config, plan: MemoryPlan, experts: ExpertsMode) -> None:
-    """The three lines of the start: requested, resolved, effective."""
+def log_plan(config: Config, plan: MemoryPlan, experts: ExpertsMode, device: str) -> None:
+    """The three lines of the start: requested, resolved, effective. `device`: as resolved."""
     flags = (
         "context_tokens num_tokens num_pages kv_reserve_tokens max_seq_len_override "
-        "moe_cache_size moe_cache_rate extend_threshold page_size max_rows max_step_tokens"
+        "moe_cache_size moe_cache_rate extend_threshold page_size max_rows max_step_tokens compile"
     )
     asked = {name: getattr(config, name) for name in flags.split()}
     given = {name: value for name, value in asked.items() if value is not None}
-    _log.info(log.event("requested", experts=config.experts, **given))
+    _log.info(log.event("requested", device=config.device, experts=config.experts, **given))
+    sizes = plan.prices | {f"host_{name}": size for name, size in plan.host_prices.items()}
     _log.info(
         log.event(
             "resolved",
             moe_cache_size=plan.num_slots,
             num_pages=plan.num_pages,
             page_size=plan.page_size,
+            device=device,
             experts=experts,
+            max_step_tokens=plan.max_step_tokens,
             planned_mib=plan.planned_bytes >> 20,
             budget_mib=plan.budget_bytes >> 20,
-            **{f"{name}_mib": size >> 20 for name, size in plan.prices.items()},
+            **{f"{name}_mib": size >> 20 for name, size in sizes.items()},
         )
     )
     line = (

@@ -90,7 +90,7 @@ def start(
     sizes = source.read_sizes()
     experts = choose_experts(config, sizes)
     plan = make_plan(config, source, sizes, experts, host_budget_bytes)
-    log_plan(config, plan, experts)
+    log_plan(config, plan, experts, str(source.device))
     parts = _Start(config, source, progress, sizes, experts, plan)
     with parts.stage(Phase.CHECKING, "checking the model's class against transformers"):
         source.check(experts)
