@@ -26,13 +26,14 @@ def free_port() -> int:
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """Ours without FREETOKEN_* and service manager variables, importing this tree."""
+    """Ours without FREETOKEN_* and service manager variables, importing this tree first."""
     env = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("FREETOKEN_", "NOTIFY_", "WATCHDOG_"))
     }
-    return {**env, "PYTHONPATH": str(ROOT), **extra}
+    paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    return {**env, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
 class Running:

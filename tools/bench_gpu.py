@@ -55,18 +55,21 @@ RESTART_RATE = 0.5
 RESTART_LIMIT_S = 15.0
 IDLE_LIMIT = 0.03
 TIMEOUT_S = 240.0
-BUSY_TOKENS = 1024
+BUSY_TOKENS = 4096
+WARM_TOKENS = 256
+MISS_TOKENS = 48
 PLAN = Plan(
     lengths=(),
     extends=(),
     prefix_tokens=2048,
     concurrency=(),
-    temperatures=(0.0, 1.0),
+    temperatures=(),
     decode_prompt_tokens=64,
     max_tokens=96,
     repeats=3,
     seed=1,
 )
+DECODE = replace(PLAN, temperatures=(1.0,))
 
 
 class Bench:
@@ -149,7 +152,7 @@ class Bench:
             ("extend", lambda: self._extend(server, rate)),
             ("fresh", lambda: self._fresh(server, rate)),
         ]
-        if rate == self._options.rates[0]:
+        if rate == self._options.rates[0]:  # the first, which has most slots by default
             parts.append(("busy", lambda: self._busy(server, rate)))
         if rate == RESTART_RATE:
             parts.append(("restart", lambda: self._restart(server)))
@@ -158,13 +161,17 @@ class Bench:
                 self._try(f"{name}, slots {rate:.0%}", part, log)
 
     def _decode(self, server: GpuServer, rate: float) -> None:
-        if rate < 1:  # fills the slots, which are empty at first
-            warm = replace(PLAN, concurrency=(8,), temperatures=(1.0,), repeats=1)
-            self._bench(server, warm)
+        is_all = rate == ALL_RATE
+        # Fills the slots, which are empty at first and which passes leave as they are.
+        warm = WARM_TOKENS if is_all else MISS_TOKENS
+        self._bench(server, replace(DECODE, concurrency=(8,), max_tokens=warm, repeats=1))
+        plan = replace(DECODE, temperatures=(0.0, 1.0))
+        if not is_all:  # a step may take 100 ms
+            plan = replace(plan, max_tokens=MISS_TOKENS, repeats=2)
         for streams in self._options.streams:
-            results = self._bench(server, replace(PLAN, concurrency=(streams,)))
+            results = self._bench(server, replace(plan, concurrency=(streams,)))
             self.raw["parts"][f"decode-{streams}-{rate:g}"] = to_json(results)
-            if rate == ALL_RATE:
+            if is_all:
                 self._all_hit |= find_all_hit(results.decode)
             self._add(decode_rows(results.decode, rate, self._speeds, self._all_hit))
 
@@ -183,7 +190,7 @@ class Bench:
     def _busy(self, server: GpuServer, rate: float) -> None:
         meter = BusyMeter()
         plan = replace(
-            PLAN, concurrency=(1,), temperatures=(0.0,), repeats=1, max_tokens=BUSY_TOKENS
+            DECODE, concurrency=(1,), temperatures=(0.0,), repeats=1, max_tokens=BUSY_TOKENS
         )
         with meter:
             results = self._bench(server, plan, settle_s=0.0)
@@ -305,7 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", nargs="+", choices=list(SHAPES), default=["qwen3"])
     add("--layers", type=int, help="fewer, for a trial")
-    add("--rates", nargs="+", type=float, default=list(RATES), help="shares of experts with slots")
+    add("--rates", nargs="*", type=float, default=list(RATES), help="shares of experts with slots")
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=str(PARTS))
     add("--lengths", nargs="*", type=int, default=[8192, 32768], help="of fresh prompts")
     add("--extends", nargs="*", type=int, default=[1, 16, 64, 1024], help="of 2048 cached tokens")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from typing import Any
 
+import bench_gpu
 import pytest
 from bench_scenarios import Decode, FirstToken
 from engine_counters import EngineWork
@@ -132,3 +135,19 @@ def test_the_table_says_what_was_missed() -> None:
     lines = [line.split() for line in text.getvalue().splitlines() if line.strip()]
     assert lines[-2] == ["a", "12", "ms", "10", "1.20", "11", "MISSED"]
     assert lines[-1] == ["b", "12", "s", "–", "–", "15", "pass"]
+
+
+def test_a_part_that_fails_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(bench_gpu.Bench, "_make", lambda self, model: None)
+    file = tmp_path / "out.json"
+    arguments = ["--shape", "tiny", "--only", "kernels", "--directory", str(tmp_path)]
+    assert bench_gpu.main([*arguments, "--rates", "--json", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "FAILED kernels: CalledProcessError" in told
+    assert "gpu_kernels: error: torch finds no GPU" in told
+    assert "tiny, 2 layers" in told
+    data = json.loads((tmp_path / "out-tiny.json").read_text())
+    assert list(data["parts"]) == ["failed: kernels"]

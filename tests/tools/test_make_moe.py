@@ -94,6 +94,30 @@ def test_weights_do_not_depend_on_the_size_of_shards(tmp_path: Path) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@torch.inference_mode()
+def test_tokens_are_routed_to_different_experts(tmp_path: Path) -> None:
+    shape = MoeShape(layers=6, experts=16, top_k=2, hidden=128, expert_hidden=64, head_dim=32)
+    model = AutoModelForCausalLM.from_pretrained(make_checkpoint(tmp_path, shape))
+    chosen: list[torch.Tensor] = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(lambda module, given, output: chosen.append(output[2]))
+    model(torch.arange(64)[None])
+    assert len(chosen) == 6
+    for ids in chosen:
+        counts = torch.bincount(ids.flatten(), minlength=16)
+        assert int((counts > 0).sum()) >= 14
+        assert int(counts.max()) <= 3 * 64 * 2 / 16
+
+
+def test_no_two_rows_of_a_matrix_are_equal(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, MoeShape(vocab=40000, hidden=512, dtype="float32"))
+    with safe_open(tmp_path / "model.safetensors", "pt") as shard:
+        rows = shard.get_tensor("lm_head.weight")
+    assert len(torch.unique(rows[:, :2], dim=0)) == len(rows)
+    assert float(rows.std()) == pytest.approx(1.6 * 512**-0.5, rel=0.01)
+
+
 def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     make_checkpoint(
