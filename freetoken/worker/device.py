@@ -44,7 +44,7 @@ def _obstacle() -> str | None:
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
     """Bytes. `free`: on the device, for anybody · `reserved`: by torch's allocator ·
-    `allocated`: of that, by tensors now · `peak`: the most since the start."""
+    `allocated`: of that, by tensors now · `peak`: the most since the peak was restarted."""
 
     free: int
     reserved: int
@@ -53,11 +53,15 @@ class MemoryReading:
 
 
 class DeviceMemory:
-    """Memory of a cuda `device`; peaks count from here on."""
+    """Memory of a cuda `device`, seen from a moment when nothing of the worker's is there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.reset_peak_memory_stats(device)
+        self._before = torch.cuda.memory_allocated(device)
+
+    def restart_peak(self) -> None:
+        """What was at its peak until now is forgotten; what is there counts."""
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def read(self) -> MemoryReading:
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -65,12 +69,12 @@ class DeviceMemory:
             free,
             torch.cuda.memory_reserved(self._device),
             torch.cuda.memory_allocated(self._device),
-            self.peak(),
+            torch.cuda.max_memory_allocated(self._device),
         )
 
     def peak(self) -> int:
-        """The most that tensors have taken."""
-        return torch.cuda.max_memory_allocated(self._device)
+        """The most that the worker's tensors have taken."""
+        return torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 def find_spare(now: MemoryReading, budget_bytes: int, reserved_bytes: int) -> int:

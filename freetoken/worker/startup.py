@@ -15,7 +15,7 @@ import torch
 
 from freetoken import log
 from freetoken.config import Config
-from freetoken.errors import ConfigError
+from freetoken.errors import ConfigError, EngineError
 from freetoken.experts.cost import Link, Routed
 from freetoken.model.heap import trim_heap
 from freetoken.wire.messages import Phase, WorkerReady
@@ -27,6 +27,7 @@ from freetoken.worker.link_speed import measure_link
 from freetoken.worker.memory import MemoryPlan, plan_memory
 from freetoken.worker.model import Model
 from freetoken.worker.observe import StepObserver
+from freetoken.worker.plan_log import log_plan
 from freetoken.worker.runner import Limits, Runner
 from freetoken.worker.sizes import ModelSizes, make_request
 from freetoken.worker.source import ExpertsMode, ModelSource
@@ -45,6 +46,40 @@ class Started:
     ready: WorkerReady
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What is decided before anything is loaded."""
+
+    config: Config
+    source: ModelSource
+    progress: Progress
+    sizes: ModelSizes
+    experts: ExpertsMode
+    plan: MemoryPlan
+
+    @property
+    def compiles(self) -> bool:
+        return self.sizes.on_gpu and self.config.compile == "auto"
+
+    def report(self, detail: str, done: int, total: int) -> None:
+        self.progress.detail, self.progress.done, self.progress.total = detail, done, total
+
+    @contextmanager
+    def stage(self, phase: Phase, detail: str) -> Iterator[None]:
+        """Reported and timed; EngineError if the GPU's memory runs out in it."""
+        self.progress.phase = phase
+        self.report(detail, 0, 0)
+        started_s = time.monotonic()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise EngineError(
+                f"the GPU's memory ran out while {self.progress.detail}: {error}; does anything "
+                "else use it? Lower --max-step-tokens, or ask for fewer slots or a smaller KV pool"
+            ) from error
+        _log.info(log.event(f"{phase}.done", what=detail, seconds=time.monotonic() - started_s))
+
+
 def start(
     config: Config, source: ModelSource, progress: Progress, host_budget_bytes: int
 ) -> Started:
@@ -55,39 +90,62 @@ def start(
     sizes = source.read_sizes()
     experts = choose_experts(config, sizes)
     plan = make_plan(config, source, sizes, experts, host_budget_bytes)
-    log_plan(config, sizes, plan, experts)
-
-    def report(detail: str, done: int, total: int) -> None:
-        progress.detail, progress.done, progress.total = detail, done, total
-
-    with _stage(progress, Phase.CHECKING, "checking the model's class against transformers"):
+    log_plan(config, plan, experts, str(source.device))
+    parts = _Start(config, source, progress, sizes, experts, plan)
+    with parts.stage(Phase.CHECKING, "checking the model's class against transformers"):
         source.check(experts)
-    with _stage(progress, Phase.LOADING, "loading weights"):
-        slots = plan.num_slots if experts == "slots" else None
-        model = source.load(experts, slots, plan.context_tokens, report)
+    return _start_on_gpu(parts) if sizes.on_gpu else _start_on_cpu(parts)
+
+
+def _start_on_cpu(parts: _Start) -> Started:
+    model = _load(parts)
+    threads = StepThreads(torch.get_num_threads())
+    runner = _make_runner(parts, model, threads)
+    return Started(runner, announce(parts.config, parts.plan, runner, model))
+
+
+def _start_on_gpu(parts: _Start) -> Started:
+    memory = DeviceMemory(parts.source.device)
+    model = _load(parts)
+    with parts.stage(Phase.CHECKING, "measuring the link"):
+        link = measure_link(model.device, model.bank_rows)  # while the KV pool's room is free
+        assert link is not None
+    memory.restart_peak()
+    runner = _make_runner(parts, model, None)
+    plan = grow_slots(parts.config, parts.sizes, parts.plan, model, memory)
+    threshold = make_threshold(parts.config, parts.sizes, plan, link)
+    runner.observer = StepObserver(threshold, model.num_layers)
+    if parts.compiles and can_capture(model):
+        what = "capturing CUDA graphs"
+        with parts.stage(Phase.CHECKING, what):
+            runner.capture(lambda done, total: parts.report(what, done, total))
+    check_prices(memory.peak(), plan.prices)
+    return Started(runner, announce(parts.config, plan, runner, model))
+
+
+def _load(parts: _Start) -> Model:
+    plan = parts.plan
+    with parts.stage(Phase.LOADING, "loading weights"):
+        slots = plan.num_slots if parts.experts == "slots" else None
+        model = parts.source.load(parts.experts, slots, plan.context_tokens, parts.report)
         trim_heap()
-        # Now there is room for it: the KV pool is still to come.
-        link = measure_link(model.device, model.bank_rows) if sizes.on_gpu else None
-    memory = DeviceMemory(source.device) if sizes.on_gpu else None
-    with _stage(progress, Phase.CHECKING, "warming up"):
-        pools = source.make_pools(plan.num_pages, plan.page_size)
+    return model
+
+
+def _make_runner(parts: _Start, model: Model, threads: StepThreads | None) -> Runner:
+    """A runner that has run its first steps."""
+    plan = parts.plan
+    with parts.stage(
+        Phase.CHECKING, "compiling and warming up" if parts.compiles else "warming up"
+    ):
+        pools = parts.source.make_pools(plan.num_pages, plan.page_size)
         assert pool_bytes(pools) == plan.prices["kv"]
-        limits = make_limits(config, sizes, plan, experts)
-        threads = None if sizes.on_gpu else StepThreads(torch.get_num_threads())
+        limits = make_limits(parts.config, parts.sizes, plan, parts.experts)
         runner = Runner(model, pools, limits, threads)
-        if sizes.on_gpu and config.compile == "auto":
-            progress.detail = "compiling and warming up"
+        if parts.compiles:
             model.compile()
         warm_up(runner, threads)
-    if memory is not None and link is not None:
-        plan = grow_slots(config, sizes, plan, model, memory)
-        threshold = make_threshold(config, sizes, plan, link)
-        runner.observer = StepObserver(threshold, model.num_layers)
-        if config.compile == "auto" and can_capture(model):
-            with _stage(progress, Phase.CHECKING, "capturing CUDA graphs"):
-                runner.capture(lambda done, total: report("capturing CUDA graphs", done, total))
-        check_prices(memory.peak(), plan.prices)
-    return Started(runner, announce(config, plan, runner, model))
+    return runner
 
 
 def announce(config: Config, plan: MemoryPlan, runner: Runner, model: Model) -> WorkerReady:
@@ -194,52 +252,3 @@ def make_limits(
         max_pass_tokens=plan.max_pass_tokens,
         max_on_demand_tokens=threshold,
     )
-
-
-def log_plan(config: Config, sizes: ModelSizes, plan: MemoryPlan, experts: ExpertsMode) -> None:
-    """The three lines of the start: requested, resolved, effective."""
-    flags = (
-        "context_tokens num_tokens num_pages kv_reserve_tokens max_seq_len_override "
-        "moe_cache_size moe_cache_rate extend_threshold page_size max_rows max_step_tokens"
-    )
-    asked = {name: getattr(config, name) for name in flags.split()}
-    given = {name: value for name, value in asked.items() if value is not None}
-    _log.info(log.event("requested", experts=config.experts, **given))
-    _log.info(
-        log.event(
-            "resolved",
-            moe_cache_size=plan.num_slots,
-            num_pages=plan.num_pages,
-            page_size=plan.page_size,
-            experts=experts,
-            planned_mib=plan.planned_bytes >> 20,
-            budget_mib=plan.budget_bytes >> 20,
-            **{f"{name}_mib": size >> 20 for name, size in plan.prices.items()},
-        )
-    )
-    line = (
-        f"effective KV context: {plan.context_tokens} tokens (reserve {plan.reserve_tokens}, "
-        f"window {plan.window}, resident experts {plan.resident_rate * 100:.0f} %)"
-    )
-    if plan.context_tokens < plan.window:
-        _log.warning("%s; %s uses the whole window", line, whole_window_flag(config, plan))
-    else:
-        _log.info(line)
-
-
-def whole_window_flag(config: Config, plan: MemoryPlan) -> str:
-    """The option that lets one request use the whole window: the one that sizes the pool now."""
-    pages = -(-plan.window // plan.page_size)
-    if config.num_tokens is not None:
-        return f"--num-tokens {pages * plan.page_size}"
-    if config.num_pages is not None:
-        return f"--num-pages {pages}"
-    return f"--context-tokens {plan.window}"
-
-
-@contextmanager
-def _stage(progress: Progress, phase: Phase, detail: str) -> Iterator[None]:
-    progress.phase, progress.detail, progress.done, progress.total = phase, detail, 0, 0
-    started_s = time.monotonic()
-    yield
-    _log.info(log.event(f"{phase}.done", what=detail, seconds=time.monotonic() - started_s))

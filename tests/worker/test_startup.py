@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from freetoken.config import Config
-from freetoken.errors import ConfigError
+from freetoken.errors import ConfigError, EngineError
 from freetoken.experts.cost import Link
 from freetoken.worker import startup as subject
 from freetoken.worker.device import MemoryReading
@@ -55,12 +55,17 @@ class Reading:
     def read(self):
         return MemoryReading(self._free, 0, 0, 0)
 
+    def restart_peak(self):
+        pass
+
     def peak(self):
         return 0
 
 
 class GpuSource(HashSource):
     """Sizes are a GPU's; what is done to the model is noted in `events`."""
+
+    is_full = False
 
     def __init__(self, events, can_capture=True, **sizes):
         model = NotingModel(events, can_capture)
@@ -69,6 +74,8 @@ class GpuSource(HashSource):
 
     def load(self, *arguments):
         self.events.append("load")
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return super().load(*arguments)
 
 
@@ -160,6 +167,14 @@ def test_without_compilation_or_pinned_banks_steps_run_as_they_are(start_on_gpu,
     assert ("compile" in events) == ("can_capture" in options)
     result = started.runner.execute(start_plan(0, [1, 2, 3], 0))
     assert tokens_of(result) == {0: expected_next([1, 2, 3])}
+
+
+def test_a_gpu_that_is_full_after_all_ends_the_start_with_what_was_being_done(
+    start_on_gpu, monkeypatch
+):
+    monkeypatch.setattr(GpuSource, "is_full", True)
+    with pytest.raises(EngineError, match=r"ran out while loading weights: CUDA out of memory"):
+        start_on_gpu()
 
 
 def test_slots_take_what_is_left_after_the_first_steps():
