@@ -46,9 +46,10 @@ class Config(BaseModel):
         BeforeValidator(_split),
         Field(description="names clients may use, the first is the one answered; default: its own"),
     ] = []
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="where the model runs")] = (
-        "auto"
-    )
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Field(description="where the model runs; auto: on a GPU if torch can use one"),
+    ] = "auto"
     compile: Annotated[
         Literal["auto", "off"],
         Field(description="auto: compiled layers and CUDA graphs on a GPU; off: neither"),

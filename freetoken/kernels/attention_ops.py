@@ -113,8 +113,12 @@ def extend_attention(
     if window is not None and window >= len(key):
         window = None
     is_plain = window is None and softcap is None and sinks is None
-    if is_plain and (not use_triton(query) or _is_flash(query, value)):
+    if is_plain and not use_triton(query):
         return reference_attention.plain_attention(query, key, value, scaling)
+    if is_plain and _is_flash(query, value):
+        from freetoken.kernels import library_attention
+
+        return library_attention.plain_attention(query, key, value, scaling)
     attend: Callable[..., Tensor] = reference_attention.extend_attention
     if use_triton(query):
         from freetoken.kernels import triton_extend

@@ -92,9 +92,13 @@ def open_banks(
 
     ConfigError if `free_bytes` is not enough for what is still to be taken.
     """
-    memory = found if found is not None and found.identity == identity else None
-    taken_bytes = 0 if memory is None else memory.taken_bytes
-    if free_bytes is not None and taken_bytes < identity.num_bytes:
+    memory = found
+    if found is not None and found.identity != identity:  # the files changed meanwhile
+        found.close()
+        memory = None
+    is_whole = memory is not None and memory.num_filled == len(identity.layers)
+    if free_bytes is not None and not is_whole:
+        taken_bytes = 0 if memory is None else memory.taken_bytes
         check_host_memory(identity.num_bytes - taken_bytes, free_bytes)
     if memory is None:
         memory = BankMemory.create(identity)

@@ -22,22 +22,24 @@ MAX_KINDS = 64
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
-RunLayer = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class CompiledModule(LayerProxy):
     """A module that runs as compiled code: a decoder layer, or what stands beside the layers."""
 
-    def __init__(self, layer: nn.Module, run: RunLayer) -> None:
-        super().__init__(layer)
-        self._run = run
+    def __init__(self, module: nn.Module, run_one: Run, run_many: Run) -> None:
+        super().__init__(module)
+        self._run_one = run_one
+        self._run_many = run_many
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden: [1, T, C]."""
         num_tokens = hidden.shape[1]
-        if num_tokens > 1:
-            _mark((hidden, args, kwargs), num_tokens)
-        return self._run(self._layer, (hidden, *args), kwargs)
+        if num_tokens == 1:
+            return self._run_one(self._layer, (hidden, *args), kwargs)
+        _mark((hidden, args, kwargs), num_tokens)
+        return self._run_many(self._layer, (hidden, *args), kwargs)
 
 
 def make_compiler(
@@ -45,13 +47,16 @@ def make_compiler(
 ) -> Callable[[nn.Module], CompiledModule]:
     """Wraps modules, which are compiled on first use; those that are alike share compiled code."""
     options: dict[str, Any] | None = None
+    tuned: dict[str, Any] | None = None
     if backend == "inductor":
         use_cache()
         options = _options()
+        tuned = options | {"coordinate_descent_tuning": True}
     limit = max(torch._dynamo.config.recompile_limit, MAX_KINDS)
     torch._dynamo.config.recompile_limit = limit
-    run = torch.compile(_run_layer, fullgraph=True, backend=backend, options=options)
-    return lambda module: CompiledModule(module, run)
+    run_one = torch.compile(_run_one, fullgraph=True, backend=backend, options=tuned)
+    run_many = torch.compile(_run_many, fullgraph=True, backend=backend, options=options)
+    return lambda module: CompiledModule(module, run_one, run_many)
 
 
 def use_cache() -> None:
@@ -71,8 +76,15 @@ def _options() -> dict[str, Any]:
     return {"post_grad_custom_pre_pass": LayerPasses()}
 
 
-def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch.compile traces."""
+# What torch.compile traces: two functions, as it finds code again by function.
+# Tuned, products of one token become reductions that inductor fuses and tunes: 0.61 ms instead of
+# 0.72 for what is not attention or experts in 16 layers of Qwen3-30B-A3B's shape, but 0.83 instead
+# of 0.78 for 8 tokens (H200, torch 2.11, 2026-12-01).
+def _run_one(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return layer(*args, **kwargs)
+
+
+def _run_many(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return layer(*args, **kwargs)
 
 

@@ -18,9 +18,13 @@ EXTEND_TOKENS = 48
 """A first extend of this size: kernels that are made for any number of tokens suit it best."""
 NUM_DECODES = 2
 PAGE_SIZE = 16
-# Of the lower quartile over tokens: where two experts score alike, roundings pick one, and that
-# token differs by much. bf16's own error is about 1e-2 over the layers of a large model.
+# Of the lower quartile over tokens. Where two experts score alike, roundings pick one, and later
+# layers carry that on: how much roundings do in this model is seen from a pass, which rounds at
+# other places than the same tokens on demand (0.17 in bf16 with 16 layers of random weights).
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+NOISE_FACTOR = 2.0
+# Two unrelated sets of logits differ by 1.4: from here on it would be no check.
+MAX_TOLERANCE = 0.7
 
 _log = log.get(__name__)
 
@@ -32,6 +36,8 @@ def compile_checked(model: ServedModel) -> bool:
     """
     started_s = time.monotonic()
     expected = _logits(model)
+    noise = _difference(_pass_logits(model), expected)
+    allowed = min(MAX_TOLERANCE, max(TOLERANCE[model.shape.dtype], NOISE_FACTOR * noise))
     try:
         model.compile_layers()
         difference = _difference(_logits(model), expected)
@@ -40,10 +46,11 @@ def compile_checked(model: ServedModel) -> bool:
     except Exception as error:
         # Whatever the compiler makes of a class that it does not know: serving goes on without.
         return _give_up(model, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    if not difference <= TOLERANCE[model.shape.dtype]:
-        return _give_up(model, f"logits differ by {difference:.1e} relative")
+    if not difference <= allowed:
+        reason = f"logits differ by {difference:.1e} relative, allowed are {allowed:.1e}"
+        return _give_up(model, reason)
     seconds = time.monotonic() - started_s
-    _log.info(log.event("compile.done", seconds=seconds, difference=difference))
+    _log.info(log.event("compile.done", seconds=seconds, difference=difference, noise=noise))
     return True
 
 
@@ -53,13 +60,25 @@ def _give_up(model: ServedModel, reason: str) -> bool:
     return False
 
 
+def _ids(model: ServedModel) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    length = min(EXTEND_TOKENS + NUM_DECODES, model.shape.window)
+    return torch.randint(0, model.shape.vocab_size, (length,), generator=generator)
+
+
+def _pass_logits(model: ServedModel) -> torch.Tensor:
+    """[tokens, V] of a pass in two chunks."""
+    ids = _ids(model)
+    trial = Trial(model, [ids], page_size=PAGE_SIZE)
+    trial.run_pass(Part(0, len(ids)), chunk_tokens=-(-len(ids) // 2))
+    return trial.logits(0)
+
+
 def _logits(model: ServedModel) -> torch.Tensor:
     """[tokens, V] of an extend and of decode steps: of several tokens and of one."""
-    generator = torch.Generator().manual_seed(0)
-    length = min(EXTEND_TOKENS, model.shape.window - NUM_DECODES)
-    ids = torch.randint(0, model.shape.vocab_size, (length + NUM_DECODES,), generator=generator)
+    ids = _ids(model)
     trial = Trial(model, [ids], page_size=PAGE_SIZE)
-    trial.step(Part(0, length))
+    trial.step(Part(0, len(ids) - NUM_DECODES))
     for _ in range(NUM_DECODES):
         trial.step(Part(0, 1))
     return trial.logits(0)

@@ -7,8 +7,8 @@ a shard. transformers' bulk loader would queue every tensor and stack whole laye
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -71,16 +71,16 @@ def fill_weights(
     pieces = [piece for task in plan.tasks for piece in _pieces(task) if piece.layer not in kept]
     left = Counter(piece.layer for piece in pieces)
     done, total, untrimmed = 0, sum(piece.num_bytes for piece in pieces), 0
-    with TensorReader() as reader, _threads() as threads:
-        if memory is not None:
-            progress("taking memory for the expert banks", 0, total)
-            for _ in _run(threads, memory.reserve, ((layer, 0) for layer in layers.values())):
-                pass
-        progress("loading", 0, total)
+    progress("loading", 0, total)
+    with TensorReader() as reader, _threads() as threads, _reserving(memory, layers) as reserved:
         filler = Filler(model, weights, reader)
-        for piece in _run(
-            threads, lambda p: filler.fill(p.task, p.experts), ((p, p.num_bytes) for p in pieces)
-        ):
+
+        def fill(piece: _Piece) -> None:
+            if piece.layer in reserved:
+                reserved[piece.layer].result()
+            filler.fill(piece.task, piece.experts)
+
+        for piece in _run(threads, fill, ((piece, piece.num_bytes) for piece in pieces)):
             left[piece.layer] -= 1
             if memory is not None and piece.layer in layers and not left[piece.layer]:
                 memory.mark_filled(layers[piece.layer])
@@ -108,6 +108,22 @@ def _pieces(task: Task) -> Iterator[_Piece]:
     for first in range(0, bank.num_experts, step):
         experts = range(first, min(first + step, bank.num_experts))
         yield _Piece(task, experts, len(experts) * expert_bytes)
+
+
+@contextmanager
+def _reserving(
+    memory: BankMemory | None, layers: Mapping[str, int]
+) -> Iterator[dict[str | None, Future[None]]]:
+    """Takes the memory of layer after layer, ahead of those who fill them; when each is there."""
+    with ThreadPoolExecutor(1, "reserve") as executor:
+        reserved: dict[str | None, Future[None]] = {}
+        if memory is not None:
+            reserved |= {name: executor.submit(memory.reserve, i) for name, i in layers.items()}
+        try:
+            yield reserved
+        finally:
+            for future in reserved.values():
+                future.cancel()
 
 
 @contextmanager

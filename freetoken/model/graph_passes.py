@@ -16,15 +16,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 import freetoken.model.ops  # noqa: F401  the operators must exist
 
 aten = torch.ops.aten
-# Operators whose result depends on nothing but their arguments, of which layers repeat some.
-PURE = (
-    aten.view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.t.default,
-    aten.mm.default,
-    aten.addmm.default,
-)
+# Of whose operators most depend on nothing but their arguments.
+NAMESPACES = ("aten", "prims")
 MAX_SCORES = 1024
 MAX_TOP = 64
 
@@ -48,13 +41,19 @@ class LayerPasses(CustomGraphPass):
 
 
 def merge_repeated(graph: fx.Graph) -> None:
-    """Let every pure operator with the same arguments as an earlier one take its result."""
+    """Let every pure operator with the same arguments as an earlier one take its result.
+
+    All kinds of operators, as a product of one token has become a multiplication and a sum here.
+    """
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in PURE or node.kwargs:
+        if not _is_pure(node):
             continue
-        key = (node.target, _freeze(node.args))
-        first = seen.setdefault(key, node)
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        try:
+            first = seen.setdefault(key, node)
+        except TypeError:
+            continue  # a size that is no node of the graph
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
@@ -88,8 +87,24 @@ def _is_routing(node: fx.Node) -> bool:
     )
 
 
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    return (
+        node.op == "call_function"
+        and isinstance(target, torch._ops.OpOverload)
+        and target.namespace in NAMESPACES
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
+
+
 def _freeze(value: Any) -> Any:
-    """Arguments as a key; symbolic sizes are nodes of the graph and stand for themselves."""
+    """Arguments as a key; symbolic sizes are nodes of the graph and stand for themselves.
+
+    With types, as 1, 1.0 and True are equal, and different arguments.
+    """
+    if isinstance(value, dict):
+        return tuple((name, _freeze(item)) for name, item in sorted(value.items()))
     if isinstance(value, list | tuple):
         return tuple(_freeze(item) for item in value)
-    return value
+    return type(value), value

@@ -110,7 +110,8 @@ def _fake_experts(
 @torch.library.custom_op("freetoken::top_k", mutates_args=())
 def select_top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """scores: [T, E] → values [T, k] of the same type, ids [T, k] int64, best first."""
-    return top_k(scores, k)
+    values, ids = top_k(scores, k)
+    return values.contiguous(), ids.contiguous()
 
 
 @select_top.register_fake

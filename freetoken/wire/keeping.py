@@ -19,6 +19,7 @@ from pathlib import Path
 from freetoken.wire.codec import WireError
 
 SOCKET_NAME = "keep.sock"
+"""No longer than the names in sockets.Endpoints, whose length is checked."""
 MAX_PACKET_BYTES = 256
 MAX_FDS = 4
 """That a rude peer may send with a packet; all but the first are closed."""

@@ -76,6 +76,7 @@ class CheckpointSource:
         context_tokens: int,
         report: ReportBytes,
     ) -> ServedModel:
+        found, self._found = self._found, None
         return load_model(
             self._path,
             dtype=self._dtype,
@@ -85,7 +86,7 @@ class CheckpointSource:
             context_tokens=context_tokens,
             progress=report,
             overlap_passes=self._overlap_passes,
-            found=self._found,
+            found=found,
             keeper=self._keeper,
             host_free_bytes=measure_budget(),
         )

@@ -6,6 +6,7 @@ Both keep one descriptor. Whatever goes wrong with them is logged; banks are the
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,6 +90,15 @@ class ServiceKeeper:
 
     def drop(self) -> None:
         send_notification(self._address, f"FDSTOREREMOVE=1\nFDNAME={FD_NAME}")
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until all that we said was done (sd_notify_barrier(3)): the memory is free then."""
+        done, undone = os.pipe()
+        send_notification(self._address, "BARRIER=1", undone)
+        os.close(undone)
+        select.select([done], [], [], TIMEOUT_S)  # the last copy of the other end is closed
+        os.close(done)
 
 
 def _passed_fds(environ: Mapping[str, str]) -> dict[str, int]:

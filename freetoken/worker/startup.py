@@ -16,7 +16,7 @@ import torch
 from freetoken import log
 from freetoken.config import Config
 from freetoken.errors import ConfigError
-from freetoken.experts.cost import Routed
+from freetoken.experts.cost import Link, Routed
 from freetoken.model.heap import trim_heap
 from freetoken.wire.messages import Phase, WorkerReady
 from freetoken.worker.budget import measure_gpu_budget
@@ -62,11 +62,13 @@ def start(
 
     with _stage(progress, Phase.CHECKING, "checking the model's class against transformers"):
         source.check(experts)
-    memory = DeviceMemory(source.device) if sizes.on_gpu else None
     with _stage(progress, Phase.LOADING, "loading weights"):
         slots = plan.num_slots if experts == "slots" else None
         model = source.load(experts, slots, plan.context_tokens, report)
         trim_heap()
+        # Now there is room for it: the KV pool is still to come.
+        link = measure_link(model.device, model.bank_rows) if sizes.on_gpu else None
+    memory = DeviceMemory(source.device) if sizes.on_gpu else None
     with _stage(progress, Phase.CHECKING, "warming up"):
         pools = source.make_pools(plan.num_pages, plan.page_size)
         assert pool_bytes(pools) == plan.prices["kv"]
@@ -77,9 +79,9 @@ def start(
             progress.detail = "compiling and warming up"
             model.compile()
         warm_up(runner, threads)
-    if memory is not None:
+    if memory is not None and link is not None:
         plan = grow_slots(config, sizes, plan, model, memory)
-        threshold = measure_threshold(config, sizes, plan, model)
+        threshold = make_threshold(config, sizes, plan, link)
         runner.observer = StepObserver(threshold, model.num_layers)
         if config.compile == "auto" and can_capture(model):
             with _stage(progress, Phase.CHECKING, "capturing CUDA graphs"):
@@ -159,13 +161,9 @@ def grow_slots(
     return replace(plan, num_slots=num_slots, resident_rate=rate, prices=prices)
 
 
-def measure_threshold(
-    config: Config, sizes: ModelSizes, plan: MemoryPlan, model: Model
-) -> Threshold:
+def make_threshold(config: Config, sizes: ModelSizes, plan: MemoryPlan, link: Link) -> Threshold:
     """From how many tokens on a step on the GPU is a pass."""
     routed = Routed(sizes.num_moe_layers, sizes.num_experts, sizes.top_k, sizes.expert_bytes)
-    link = measure_link(model.device, model.bank_rows)
-    assert link is not None, "there is a link to a GPU"
     most = plan.max_on_demand_tokens
     threshold = Threshold(config.extend_threshold, routed, link, plan.resident_rate, most)
     _log.info(log.event("threshold", **threshold.describe()))

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from freetoken.errors import EngineError
-from freetoken.experts import shared
 from freetoken.experts.bank import RowBank
 from freetoken.experts.layout import ALIGNMENT_BYTES, ExpertLayout
 from freetoken.experts.shared import PAGE_BYTES, BankIdentity, BankLayer, BankMemory
@@ -180,4 +179,3 @@ def test_creating_takes_no_memory_yet() -> None:
     assert memory.fd is not None
     assert os.fstat(memory.fd).st_blocks * 512 < 1 << 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
-    assert shared.NAME == "freetoken-bank"

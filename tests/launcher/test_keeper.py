@@ -266,33 +266,84 @@ def test_a_socket_that_nobody_serves_is_no_keeper_but_no_harm(tmp_path: Path) ->
     os.close(fd)
 
 
+class ServiceManager:
+    """What systemd does with notifications; `said` are those, `stored` descriptors by name."""
+
+    def __init__(self, address: str) -> None:
+        self.said: list[list[str]] = []
+        self.stored: dict[str, int] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(address)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            text, fds, _, _ = socket.recv_fds(self._socket, 4096, 4)
+            lines = text.decode().splitlines()
+            if lines == ["END"]:
+                return
+            fields = dict(line.split("=") for line in lines)
+            if "BARRIER" in fields:
+                os.close(fds[0])
+                continue
+            self.said.append(lines)
+            if "FDSTORE" in fields:
+                self.stored[fields["FDNAME"]] = fds[0]
+            elif "FDSTOREREMOVE" in fields and (old := self.stored.pop(fields["FDNAME"], None)):
+                os.close(old)
+
+    def stop(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.sendto(b"END", self._socket.getsockname())
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[ServiceManager]:
+    manager = ServiceManager(str(tmp_path / "notify"))
+    yield manager
+    manager.stop()
+
+
 def test_the_service_manager_keeps_the_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, manager: ServiceManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.settimeout(5)
-        manager.bind(address)
-        keeper = find_keeper(tmp_path, {"NOTIFY_SOCKET": address})
-        assert isinstance(keeper, ServiceKeeper)
-        assert keeper.take(ONE) is None
-        fd = memory(b"banks")
-        keeper.keep(ONE, fd)
-        os.close(fd)
-        texts, stored = [], -1
-        for _ in range(2):  # the old one goes before the new one comes
-            text, fds, _, _ = socket.recv_fds(manager, 4096, 4)
-            texts.append(text.decode().splitlines())
-            stored = fds[0] if fds else stored
-        assert texts[0] == ["FDSTOREREMOVE=1", f"FDNAME={FD_NAME}"]
-        assert texts[1] == ["FDSTORE=1", f"FDNAME={FD_NAME}", "FDPOLL=0"]
-        # The next start: descriptors in a row, by name.
-        monkeypatch.setattr(worker_side, "FIRST_PASSED_FD", stored)
-        passed = {"LISTEN_FDS": "1", "LISTEN_FDNAMES": FD_NAME, "LISTEN_PID": str(os.getpid())}
-        again = find_keeper(tmp_path, {"NOTIFY_SOCKET": address, **passed})
-        assert again is not None
-        assert read(again.take(ONE)) == b"banks"
-        assert again.take(ONE) is None
+    environ = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+    keeper = find_keeper(tmp_path, environ)
+    assert isinstance(keeper, ServiceKeeper)
+    assert keeper.take(ONE) is None
+    fd = memory(b"banks")
+    keeper.keep(ONE, fd)
+    os.close(fd)
+    deadline_s = time.monotonic() + 5
+    while FD_NAME not in manager.stored:
+        assert time.monotonic() < deadline_s
+    assert manager.said == [
+        ["FDSTOREREMOVE=1", f"FDNAME={FD_NAME}"],  # the old one goes before the new one comes
+        ["FDSTORE=1", f"FDNAME={FD_NAME}", "FDPOLL=0"],
+    ]
+    # The next start: descriptors in a row, by name.
+    monkeypatch.setattr(worker_side, "FIRST_PASSED_FD", os.dup(manager.stored[FD_NAME]))
+    passed = {"LISTEN_FDS": "1", "LISTEN_FDNAMES": FD_NAME, "LISTEN_PID": str(os.getpid())}
+    again = find_keeper(tmp_path, environ | passed)
+    assert again is not None
+    assert read(again.take(ONE)) == b"banks"
+    assert again.take(ONE) is None
+
+
+def test_when_drop_returns_the_service_manager_has_let_go(
+    tmp_path: Path, manager: ServiceManager
+) -> None:
+    keeper = ServiceKeeper({"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    before = num_fds()
+    fd = memory(b"banks")
+    keeper.keep(ONE, fd)
+    os.close(fd)
+    keeper.drop()
+    assert num_fds() == before
+    assert manager.stored == {}
 
 
 @pytest.mark.parametrize(

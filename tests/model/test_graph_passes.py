@@ -50,7 +50,7 @@ def test_different_products_stay() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_routers_choice_becomes_our_operator(dtype: torch.dtype) -> None:
-    scores = torch.rand(5, 32).to(dtype)
+    scores = torch.stack([torch.randperm(32) for _ in range(5)]).to(dtype) / 32
 
     def route(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = torch.topk(scores, 4, dim=-1)
@@ -105,3 +105,9 @@ def test_layers_that_do_not_match_are_not_joined() -> None:
     parent = nn.ModuleDict({"gate_proj": nn.Linear(8, 4), "up_proj": nn.Linear(6, 4)})
     join_linears(parent)
     assert all(type(layer) is nn.Linear for layer in parent.values())
+
+
+@pytest.mark.parametrize("k", [1, 2, 32])
+def test_operator_gives_what_its_compiled_callers_expect(k: int) -> None:
+    scores = torch.rand(5, 32)
+    torch.library.opcheck(torch.ops.freetoken.top_k.default, (scores, k))

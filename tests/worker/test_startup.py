@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 
 import pytest
 import torch
@@ -12,13 +14,18 @@ from freetoken.errors import ConfigError
 from freetoken.experts.cost import Link
 from freetoken.worker import startup as subject
 from freetoken.worker.device import MemoryReading
+from freetoken.worker.graphs import StepGraphs
+from freetoken.worker.link import Progress
 from freetoken.worker.memory import plan_memory
+from freetoken.worker.runner import Runner
 from freetoken.worker.sizes import make_request
-from freetoken.worker.startup import choose_experts, grow_slots, make_limits, measure_threshold
-from tests.worker.fakes import HashModel, fake_sizes
+from freetoken.worker.startup import choose_experts, grow_slots, make_limits, make_threshold
+from tests.worker.fakes import HashModel, HashSource, expected_next, fake_sizes
+from tests.worker.plans import start_plan, tokens_of
 
 GIB = 1 << 30
 MIB = 1 << 20
+LINK = Link(copy_bytes_s=50e9, gather_bytes_s=45e9)
 MOE = {
     "on_gpu": True,
     "num_moe_layers": 8,
@@ -31,11 +38,9 @@ DENSE = {"on_gpu": True}
 
 
 class Grown(HashModel):
-    """Notes the slots it is given; `bank_rows` is asked for when the link is measured."""
+    """Notes the slots it is given."""
 
     num_slots = None
-    bank_rows = None
-    device = torch.device("cuda")
 
     def resize_slots(self, num_slots):
         self.num_slots = num_slots
@@ -49,6 +54,56 @@ class Reading:
 
     def read(self):
         return MemoryReading(self._free, 0, 0, 0)
+
+    def peak(self):
+        return 0
+
+
+class GpuSource(HashSource):
+    """Sizes are a GPU's; what is done to the model is noted in `events`."""
+
+    def __init__(self, events, can_capture=True, **sizes):
+        model = NotingModel(events, can_capture)
+        super().__init__(model, **DENSE, element_bytes=4, **sizes)
+        self.events = events
+
+    def load(self, *arguments):
+        self.events.append("load")
+        return super().load(*arguments)
+
+
+class NotingModel(Grown):
+    device, bank_rows = torch.device("cpu"), None
+
+    def __init__(self, events, can_capture):
+        super().__init__()
+        self.events, self.can_capture = events, can_capture
+
+    def compile(self):
+        self.events.append("compile")
+
+    def _run(self, ids, context, logits_at):
+        self.events.append("step")
+        return super()._run(ids, context, logits_at)
+
+
+@pytest.fixture
+def start_on_gpu(monkeypatch):
+    """`start` with a GPU that is none: (started, events in order, each once in a row)."""
+
+    def start(can_capture=True, **options):
+        events = []
+        monkeypatch.setattr(subject, "DeviceMemory", lambda device: Reading(0))
+        monkeypatch.setattr(subject, "measure_gpu_budget", lambda device: GIB)
+        monkeypatch.setattr(subject, "measure_link", lambda *_: events.append("link") or LINK)
+        monkeypatch.setattr(subject, "Runner", partial(Runner, queues_steps=True))
+        monkeypatch.setattr(StepGraphs, "capture", lambda self, report: events.append("capture"))
+        config = Config(model="tiny", page_size=4, max_rows=4, num_pages=64, **options)
+        source = GpuSource(events, can_capture)
+        started = subject.start(config, source, Progress(), 4 * GIB)
+        return started, [event for event, _ in groupby(events)]
+
+    return start
 
 
 def planned(config, sizes, budget=4 * GIB):
@@ -86,6 +141,27 @@ def test_a_gpu_has_small_steps_on_demand_and_passes_in_large_chunks(sizes):
     assert limits.max_on_demand_tokens is not None, "there are passes"
 
 
+def test_a_start_on_a_gpu_compiles_before_the_first_step_and_captures_last(start_on_gpu):
+    started, events = start_on_gpu()
+    assert events == ["load", "link", "compile", "step", "capture"]
+    ready = started.ready
+    assert ready.max_step_tokens == 256
+    assert 1 <= ready.max_on_demand_tokens <= 256
+    assert ready.num_layers == 4
+    result = started.runner.execute(start_plan(0, [1, 2, 3], 0))
+    assert tokens_of(result) == {0: expected_next([1, 2, 3])}
+    assert result.max_on_demand_tokens == ready.max_on_demand_tokens
+
+
+@pytest.mark.parametrize("options", [{"compile": "off"}, {"can_capture": False}])
+def test_without_compilation_or_pinned_banks_steps_run_as_they_are(start_on_gpu, options):
+    started, events = start_on_gpu(**options)
+    assert "capture" not in events
+    assert ("compile" in events) == ("can_capture" in options)
+    result = started.runner.execute(start_plan(0, [1, 2, 3], 0))
+    assert tokens_of(result) == {0: expected_next([1, 2, 3])}
+
+
 def test_slots_take_what_is_left_after_the_first_steps():
     config, sizes, model = Config(), fake_sizes(**MOE), Grown()
     plan = replace(planned(config, sizes), num_slots=100, prices={"graphs": 20 * MIB})
@@ -115,16 +191,14 @@ def test_slots_that_were_asked_for_stay_as_many(flag):
 
 
 @pytest.mark.parametrize(("option", "expected"), [(0, 0), (17, 17)])
-def test_a_given_threshold_is_taken_as_it_is(monkeypatch, option, expected):
-    monkeypatch.setattr(subject, "measure_link", lambda *_: Link(50e9, 45e9))
+def test_a_given_threshold_is_taken_as_it_is(option, expected):
     config, sizes = Config(extend_threshold=option), fake_sizes(**MOE)
-    threshold = measure_threshold(config, sizes, planned(config, sizes), Grown())
+    threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
     assert threshold.tokens == expected
 
 
 @pytest.mark.parametrize("sizes", [MOE, DENSE])
-def test_a_threshold_is_found_from_the_link_and_within_the_largest_step(monkeypatch, sizes):
-    monkeypatch.setattr(subject, "measure_link", lambda *_: Link(50e9, 45e9))
+def test_a_threshold_is_found_from_the_link_and_within_the_largest_step(sizes):
     config, sizes = Config(), fake_sizes(**sizes)
-    threshold = measure_threshold(config, sizes, planned(config, sizes), Grown())
+    threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
     assert 1 <= threshold.tokens <= 256

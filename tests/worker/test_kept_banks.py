@@ -1,0 +1,93 @@
+"""A worker that is started again: the banks of the one before, and a plan as if they were free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from freetoken.config import Config
+from freetoken.errors import ConfigError
+from freetoken.worker import checkpoint as subject
+from freetoken.worker.checkpoint import CheckpointSource
+from freetoken.worker.link import Progress
+from freetoken.worker.startup import Started, start
+from tests.model import tiny
+
+BUDGET = 1 << 30
+
+
+class Shelf:
+    """A BankKeeper; `dropped`: how often something was."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[str, int] | None = None
+        self.dropped = 0
+
+    def take(self, digest: str) -> int | None:
+        """Like a service manager's: whatever is there."""
+        return None if self.kept is None else os.dup(self.kept[1])
+
+    def keep(self, digest: str, fd: int) -> None:
+        self.drop()
+        self.kept = (digest, os.dup(fd))
+
+    def drop(self) -> None:
+        if self.kept is not None:
+            os.close(self.kept[1])
+            self.kept = None
+            self.dropped += 1
+
+
+class CheckedSource(CheckpointSource):
+    def check(self, experts):  # type: ignore[no-untyped-def]
+        pass
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return tiny.save(tiny.make_model(tiny.make_config("qwen3_moe")), tmp_path)
+
+
+def start_worker(path: Path, shelf: Shelf, budget: int = BUDGET, **options: object) -> Started:
+    values = {"experts": "slots", "moe_cache_size": 4} | options
+    config = Config(model=str(path), dtype="float32", max_rows=4, max_step_tokens=64, **values)
+    source = CheckedSource(path, config.dtype, torch.device("cpu"), shelf)
+    return start(config, source, Progress(), budget)
+
+
+def test_the_next_worker_reads_no_experts_and_plans_the_same(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf()
+    first = start_worker(checkpoint, shelf)
+    assert shelf.kept is not None
+    kept_bytes = os.fstat(shelf.kept[1]).st_size
+    monkeypatch.setattr(subject, "measure_budget", lambda: 0)  # all that was free is taken
+    with pytest.raises(ConfigError, match="expert banks need"):
+        start_worker(checkpoint, Shelf())
+    again = start_worker(checkpoint, shelf, BUDGET - kept_bytes)
+    assert again.ready == first.ready
+    assert shelf.dropped == 0
+
+
+def test_banks_of_another_checkpoint_are_dropped_before_new_ones_are_made(checkpoint: Path) -> None:
+    shelf = Shelf()
+    start_worker(checkpoint, shelf)
+    assert shelf.kept is not None
+    old = shelf.kept[0]
+    shard = next(checkpoint.glob("*.safetensors"))
+    save_file({name: tensor + 1 for name, tensor in load_file(shard).items()}, shard)
+    start_worker(checkpoint, shelf)
+    assert shelf.dropped == 1
+    assert shelf.kept is not None
+    assert shelf.kept[0] != old
+
+
+def test_experts_in_place_have_nothing_to_keep(checkpoint: Path) -> None:
+    shelf = Shelf()
+    start_worker(checkpoint, shelf, experts="in-place", moe_cache_size=None)
+    assert shelf.kept is None
