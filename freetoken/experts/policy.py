@@ -15,7 +15,7 @@ there are slots keeps what it will use, where any order of eviction by age misse
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from freetoken.kernels.slot_order import (
@@ -56,6 +56,17 @@ class SlotPolicy:
         self._priority: dict[Key, int] = {}
         self._queue = list(range(num_slots))
         self._cursor = 0
+
+    def fill(self, per_layer: Sequence[int]) -> None:
+        """Before the first step: experts [0, n) of each layer sit in slots, n from `per_layer`."""
+        assert self.clock == 1 and not self._slot_of
+        slot = 0
+        for layer, count in enumerate(per_layer):
+            for expert in range(count):
+                self._slot_of[layer, expert] = slot
+                self._owner[slot] = layer, expert
+                slot += 1
+        self.end_step()
 
     def resolve(self, layer: int, experts: Iterable[int]) -> Resolution:
         """Find or make room for a layer's experts, once per step; the caller fills `loads`."""

@@ -66,6 +66,24 @@ class SlotPool:
             len(self.banks), self.num_experts, num_slots, MIN_PAIRS, device
         )
 
+    def fill(self) -> None:
+        """Seat as many experts of each layer as slots allow, so that no slot starts empty.
+
+        Which ones is arbitrary: it is the share of a layer that a pass need not fetch. Between
+        steps; what sat in the slots is forgotten, and the counters start again.
+        """
+        num_layers = len(self.banks)
+        per_layer = [
+            min(self.num_experts, (self.num_slots + layer) // num_layers)
+            for layer in range(num_layers)
+        ]
+        slot_tables.seat(self.tables, per_layer)
+        first = 0
+        for bank, count in zip(self.banks, per_layer, strict=True):
+            self._copier.copy(bank, self.rows, [(e, first + e) for e in range(count)])
+            first += count
+        build_queue(self.tables)
+
     @property
     def is_pinned(self) -> bool:
         """Whether the device reads all banks by itself."""

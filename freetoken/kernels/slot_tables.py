@@ -6,6 +6,7 @@ part of a CUDA graph. The rules are those of experts/policy.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,3 +129,21 @@ def clear(tables: SlotTables) -> None:
     tables.clock.fill_(1)
     tables.num_victims.fill_(tables.num_slots)
     torch.arange(tables.num_slots, dtype=torch.int32, out=tables.queue)
+
+
+def seat(tables: SlotTables, per_layer: Sequence[int]) -> None:
+    """As `clear`, but experts [0, n) of each layer sit in slots side by side, n from `per_layer`.
+
+    As if they had never been used. A `build_queue` must follow.
+    """
+    assert len(per_layer) == tables.num_layers and sum(per_layer) <= tables.num_slots
+    clear(tables)
+    first = 0
+    for layer, count in enumerate(per_layer):
+        number = layer * tables.num_experts
+        device = tables.device
+        numbers = torch.arange(number, number + count, dtype=torch.int32, device=device)
+        slots = torch.arange(first, first + count, dtype=torch.int32, device=device)
+        tables.owner[first : first + count] = numbers
+        tables.slot_of[number : number + count] = slots
+        first += count

@@ -85,11 +85,17 @@ class Keeper:
 
     def _serve(self, peer: socket.socket) -> None:
         """Its one request, then the line is closed."""
+        if peer not in self._peers:
+            return  # it had to go while this call was due
         fd = None
         try:
             packet, fd = receive_packet(peer)
-            if packet:
-                fd = self._answer(peer, KeepRequest.decode(packet), fd)
+            request = KeepRequest.decode(packet) if packet else None
+            if request is not None and request.verb is Verb.KEEP:
+                self._keep(request.digest, fd)
+                fd = None
+            if request is not None:
+                self._answer(peer, request)
         except BlockingIOError:
             return
         except (OSError, WireError) as error:
@@ -99,22 +105,24 @@ class Keeper:
                 os.close(fd)
         self._hang_up(peer)
 
-    def _answer(self, peer: socket.socket, request: KeepRequest, fd: int | None) -> int | None:
-        """Returns `fd` if it was not taken over."""
-        if request.verb is Verb.KEEP:
-            if fd is None or not _is_memory(fd):
-                raise WireError("KEEP without a memory")
-            self._drop()
-            self._held, fd = (request.digest, fd), None
-            _log.info(log.event("bank.kept", digest=request.digest[:12]))
-            send_packet(peer, OK)
-        elif request.verb is Verb.TAKE and self.held_digest == request.digest:
+    def _keep(self, digest: str, fd: int | None) -> None:
+        """Take `fd` over; WireError if it is nothing to keep."""
+        if fd is None or not _is_memory(fd):
+            raise WireError("KEEP without a memory")
+        self._drop()
+        self._held = (digest, fd)
+        _log.info(log.event("bank.kept", digest=digest[:12]))
+
+    def _answer(self, peer: socket.socket, request: KeepRequest) -> None:
+        answer, fd = OK, None
+        if request.verb is Verb.TAKE and self.held_digest == request.digest:
             assert self._held is not None
-            send_packet(peer, OK, self._held[1])
-        else:
+            fd = self._held[1]
+        elif request.verb is not Verb.KEEP:
             self._drop()
-            send_packet(peer, OK if request.verb is Verb.DROP else NONE)
-        return fd
+            answer = OK if request.verb is Verb.DROP else NONE
+        with contextlib.suppress(OSError):  # it did not wait for its answer
+            send_packet(peer, answer, fd)
 
     def _drop(self) -> None:
         if self._held is not None:

@@ -34,7 +34,7 @@ STOP_S = 4.0
 """Children that have not ended then are killed, so that all is over within 5 s."""
 TICK_S = 0.1
 RESTART_WINDOW_S = 60.0
-FIRST_PAUSE_S = 0.1
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 STARTING = (Phase.STARTING, Phase.LOADING, Phase.CHECKING)
 
 _log = log.get(__name__)
@@ -147,7 +147,7 @@ class Supervisor:
         if len(ends_s) > room.max_restarts:
             self._fail(f"{reason}; {len(ends_s)} times in {RESTART_WINDOW_S:.0f} s", 1, now_s)
             return
-        pause_s = FIRST_PAUSE_S * 2 ** (len(ends_s) - 1)
+        pause_s = min(FIRST_PAUSE_S * 2 ** (len(ends_s) - 1), MAX_PAUSE_S)
         self._due_s[room.name] = now_s + pause_s
         _log.warning(log.event("process.restart", reason=reason, pause_s=pause_s))
 

@@ -179,6 +179,16 @@ class ServedModel:
         ring.follow(pool.rows, pool.tables.slot_of)
         self._taken = [0, 0, 0, 0]
 
+    def fill_slots(self) -> None:
+        """Give every slot an expert, where there are slots; counters start again. No pass is
+        open."""
+        if self._slots is None:
+            return
+        assert self._seat.run is None, "a pass is open"
+        self.take_counters()
+        self._slots.pool.fill()
+        self._taken = [0, 0, 0, 0]
+
     def take_counters(self, on_demand: Sequence[int] | None = None) -> ExpertCounters:
         """Counters since the last call.
 

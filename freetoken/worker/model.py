@@ -77,6 +77,10 @@ class Model(Protocol):
         """Compile decoder layers on first use. Before any forward is captured."""
         ...
 
+    def fill_slots(self) -> None:
+        """Give every slot an expert. Between steps."""
+        ...
+
     def resize_slots(self, num_slots: int) -> None:
         """Take memory for so many slots instead; all are empty then. Not between a forward and
         its replay from a graph."""

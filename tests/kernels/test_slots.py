@@ -11,7 +11,7 @@ import torch
 
 from freetoken.experts.policy import SlotPolicy
 from freetoken.kernels import reference_slots, slot_ops
-from freetoken.kernels.slot_tables import DISTINCT, SlotTables, allocate, clear
+from freetoken.kernels.slot_tables import DISTINCT, SlotTables, allocate, clear, seat
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
@@ -132,6 +132,21 @@ def test_tables_equal_the_policy(kind: str, num_slots: int, num_experts: int) ->
         num_tokens = rng.choice([None, len(layers[0]), rng.randrange(len(layers[0]) + 1)])
         for layer, ids in enumerate(layers):
             twins.resolve(layer, ids, num_tokens)
+        twins.end_step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("per_layer", [(4, 4, 5), (6, 0, 2), (6, 6, 1)])
+def test_seated_tables_equal_the_filled_policy(kind: str, per_layer: tuple[int, ...]) -> None:
+    rng = random.Random(1)
+    twins = Twins(kind, num_slots=13, num_experts=6, max_tokens=9)
+    seat(twins.tables, per_layer)
+    twins.ops.build_queue(twins.tables)
+    twins.policy.fill(per_layer)
+    twins.check()
+    for layers in steps(rng, 6, 6, max_tokens=9):
+        for layer, ids in enumerate(layers):
+            twins.resolve(layer, ids, None)
         twins.end_step()
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,21 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
     loop = Loop(keeper_path(tmp_path))
     yield loop
     loop.stop()
+
+
+@contextlib.contextmanager
+def listening(tmp_path: Path) -> Iterator[tuple[Keeper, Callable[[], None]]]:
+    """A keeper, and one turn of its loop."""
+    keeper = Keeper(keeper_path(tmp_path))
+    with selectors.DefaultSelector() as selector:
+        keeper.listen(selector)
+
+        def turn() -> None:
+            for key, _ in selector.select(0):
+                key.data()
+
+        yield keeper, turn
+        keeper.close()
 
 
 def memory(content: bytes) -> int:
@@ -229,6 +244,41 @@ def test_silent_peers_and_those_who_hang_up_keep_nobody_waiting(loop: Loop, tmp_
     for peer in peers:
         peer.close()
     assert worker(tmp_path).take(ONE) is None
+
+
+def test_who_does_not_wait_for_the_answer_has_still_given(tmp_path: Path) -> None:
+    """The keeper finds request and hang-up at once."""
+    with listening(tmp_path) as (keeper, turn):
+        fd = memory(b"banks")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hasty:
+            hasty.connect(str(keeper_path(tmp_path)))
+            send_packet(hasty, KeepRequest(Verb.KEEP, ONE).encode(), fd)
+        os.close(fd)
+        turn()
+        turn()
+        assert keeper.held_digest == ONE
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+            peer.connect(str(keeper_path(tmp_path)))
+            send_packet(peer, KeepRequest(Verb.TAKE, ONE).encode())
+            turn()
+            turn()
+            assert read(receive_packet(peer)[1]) == b"banks"
+
+
+def test_a_peer_may_have_to_go_in_the_turn_in_which_it_speaks(tmp_path: Path) -> None:
+    peers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2 * MAX_PEERS)]
+    with listening(tmp_path) as (_, turn):
+        for peer in peers[:MAX_PEERS]:
+            peer.connect(str(keeper_path(tmp_path)))
+            turn()
+        for peer in peers[:MAX_PEERS]:
+            send_packet(peer, b"rubbish")
+        for peer in peers[MAX_PEERS:]:
+            peer.connect(str(keeper_path(tmp_path)))
+        for _ in range(2 * MAX_PEERS):
+            turn()
+    for peer in peers:
+        peer.close()
 
 
 def test_requests_survive_the_wire() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from freetoken.model.load import load_model
+from freetoken.model.load import load_model, read_shape
 from freetoken.model.served import ServedModel
 from freetoken.model.trial import Part, Trial
 from tests.model import tiny
@@ -112,3 +112,22 @@ def test_everything_hits_once_all_experts_have_a_slot(
     trial.step(Part(1, LENGTH))
     assert model.take_counters().slot_misses == 0
     assert torch.equal(trial.logits(0), trial.logits(1))
+
+
+def test_filled_slots_hold_what_they_say(checkpoint: tuple[PreTrainedModel, Path]) -> None:
+    plain, path = checkpoint
+    ids = tiny.random_ids(LENGTH, 3)
+    num_layers = tiny_layers(path)
+    model = load(path, num_slots=num_layers * NUM_EXPERTS)
+    model.fill_slots()
+    trial = Trial(model, [ids])
+    trial.step(Part(0, 9))
+    trial.run_pass(Part(0, LENGTH - 9), chunk_tokens=5)
+    counters = model.take_counters()
+    assert counters.slot_misses == counters.expert_bytes == 0
+    assert counters.slot_hits > 0
+    assert tiny.relative_error(trial.logits(0), tiny.plain_logits(plain, ids)) < 1e-4
+
+
+def tiny_layers(path: Path) -> int:
+    return read_shape(path, "float32").num_moe_layers
