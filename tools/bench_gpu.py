@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from typing import Any
 
 from bench_report import print_tables, to_json
 from bench_scenarios import Plan, Results, run_plan
-from gpu_busy import BusyMeter
+from gpu_busy import BusyMeter, idle_shares
 from gpu_report import cells_of, print_rows
 from gpu_server import ROOT, GpuServer, gpu_server
 from gpu_targets import (
@@ -56,6 +57,8 @@ RESTART_LIMIT_S = 15.0
 IDLE_LIMIT = 0.03
 TIMEOUT_S = 240.0
 BUSY_TOKENS = 4096
+TRACE_S = 1.0
+TRACE_DELAY_S = 2.0
 WARM_TOKENS = 256
 MISS_TOKENS = 48
 PLAN = Plan(
@@ -188,16 +191,25 @@ class Bench:
             self._add(fresh_rows(results.fresh, self.shape, rate, self._speeds))
 
     def _busy(self, server: GpuServer, rate: float) -> None:
-        meter = BusyMeter()
         plan = replace(
             DECODE, concurrency=(1,), temperatures=(0.0,), repeats=1, max_tokens=BUSY_TOKENS
         )
-        with meter:
-            results = self._bench(server, plan, settle_s=0.0)
-        share = meter.share(results.decode[0].gap_ms[0] * BUSY_TOKENS / 1e3)
-        note = "NVML's utilisation, which counts in percent"
-        title = f"GPU idle while decoding, slots {rate:.0%}"
-        self._add([Row(title, "", 1 - share, None, IDLE_LIMIT, note=note)])
+        try:
+            meter = BusyMeter()
+        except ImportError:
+            self.say("no NVML: nvidia-ml-py is not installed")
+        else:
+            with meter:
+                results = self._bench(server, plan, settle_s=0.0)
+            share = meter.share(results.decode[0].gap_ms[0] * BUSY_TOKENS / 1e3)
+            self._add([Row("GPU without work while decoding, by NVML", "", 1 - share)])
+        timer = threading.Timer(TRACE_DELAY_S, server.start_trace, (TRACE_S,))
+        timer.start()  # in the middle of the stream
+        self._bench(server, plan, settle_s=0.0)
+        between, whole = idle_shares(server.read_trace())
+        title = f"GPU idle between decode steps, slots {rate:.0%}"
+        note = f"traced, which slows steps; {whole:.1%} with gaps between kernels"
+        self._add([Row(title, "", between, None, IDLE_LIMIT, note=note)])
 
     def _restart(self, server: GpuServer) -> None:
         text = server.complete("abcdefgh", 8)

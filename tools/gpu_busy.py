@@ -1,12 +1,15 @@
-"""How busy a GPU is, as NVML tells, while a block runs."""
+"""How busy a GPU is: as NVML tells while a block runs, and from a trace of what ran."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 POLL_S = 0.05
+MIN_GAP_NS = 4000
+"""Kernels of one graph follow each other in 1 to 2 µs."""
 
 
 class BusyMeter:
@@ -47,3 +50,22 @@ class BusyMeter:
     def _sample(self) -> None:
         while not self._is_over.wait(POLL_S):
             self._samples.append((time.monotonic(), self._read()))
+
+
+def idle_shares(
+    spans: Sequence[tuple[int, int]], min_gap_ns: int = MIN_GAP_NS
+) -> tuple[float, float]:
+    """(share of the time in which nothing ran for min_gap_ns or longer, as between steps; share in
+    which nothing ran at all). spans: (start, end) in ns, sorted by start."""
+    if not spans:
+        raise ValueError("the trace is empty")
+    long_ns = all_ns = 0
+    first, busy_until = spans[0]
+    for start, end in spans[1:]:
+        gap = start - busy_until
+        if gap > 0:
+            all_ns += gap
+            long_ns += gap if gap >= min_gap_ns else 0
+        busy_until = max(busy_until, end)
+    total = busy_until - first
+    return long_ns / total, all_ns / total

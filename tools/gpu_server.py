@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ import psutil
 from openai_load import BenchError
 
 ROOT = Path(__file__).parent.parent
+TRACER = ROOT / "tools" / "trace_worker"
+TRACE_VARIABLE = "BENCH_TRACE_FILE"  # twin: VARIABLE in trace_worker/sitecustomize.py
 END_S = 20.0
 POLL_S = 0.1
 # What is worth showing of a server's log.
@@ -29,11 +32,12 @@ TELLING = re.compile(
 class GpuServer:
     """A server that is ready. `ready_s`: from its start to then."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path, trace: Path) -> None:
         self.url = url
         self.ready_s = 0.0
         self._process = process
         self._log = log
+        self._trace = trace
 
     def wait_until_ready(self, timeout_s: float) -> float:
         """Seconds it took; BenchError if it ends or takes longer."""
@@ -74,6 +78,21 @@ class GpuServer:
                     return
         raise BenchError("the server has no process freetoken-worker")
 
+    def start_trace(self, seconds: float) -> None:
+        """Let the worker note for so long what runs on the device."""
+        partial = self._trace.with_suffix(".new")
+        partial.write_text(f"{seconds}")
+        partial.rename(self._trace.with_suffix(".go"))
+
+    def read_trace(self, timeout_s: float = 60.0) -> list[tuple[int, int]]:
+        """(start, end) in ns of each kernel and copy, sorted; waits for it."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._trace.exists():
+            if time.monotonic() > deadline_s:
+                raise BenchError(f"the worker has written no trace within {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+        return [(start, end) for start, end in json.loads(self._trace.read_text())]
+
     def telling_lines(self) -> list[str]:
         lines = self._log.read_text(errors="replace").splitlines()
         return [line for line in lines if TELLING.search(line)]
@@ -83,16 +102,18 @@ class GpuServer:
 def gpu_server(
     model: Path, options: Sequence[str], port: int, log: Path, timeout_s: float
 ) -> Iterator[GpuServer]:
-    """Serve `model` until the block ends, which begins when it is ready."""
+    """Serve `model` until the block ends, which begins when it is ready. It can be traced once."""
     command = [sys.executable, "-m", "freetoken.cli", "serve", str(model), "--port", str(port)]
     environment = dict(os.environ)
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    trace = log.with_suffix(".trace")
+    environment[TRACE_VARIABLE] = str(trace)
+    paths = [str(TRACER), str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *options], stdout=output, stderr=subprocess.STDOUT, env=environment
         )
-    server = GpuServer(process, f"http://127.0.0.1:{port}", log)
+    server = GpuServer(process, f"http://127.0.0.1:{port}", log, trace)
     try:
         server.ready_s = server.wait_until_ready(timeout_s)
         yield server

@@ -59,7 +59,8 @@ class SlotPolicy:
 
     def fill(self, per_layer: Sequence[int]) -> None:
         """Before the first step: experts [0, n) of each layer sit in slots, n from `per_layer`."""
-        assert self.clock == 1 and not self._slot_of
+        assert self.clock == 1
+        assert not self._slot_of
         slot = 0
         for layer, count in enumerate(per_layer):
             for expert in range(count):

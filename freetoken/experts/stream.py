@@ -3,7 +3,8 @@
 A layer's experts that have no slot come from the bank, each once, by the copy engine on a stream of
 their own; those in slots are copied on the device. While a layer computes the next one is on its
 way, so that a pass takes the longer of both, not the sum. Half of the ring is free again when the
-layer before has computed: then, and not earlier, its copies begin.
+layer before has computed: then, and not earlier, its copies begin. Banks that are not pinned are
+sent by the host, which queues a layer's arithmetic first and sends the next one beside it.
 
 Which experts sit in slots is read when a pass begins and each time it is resumed, as on-demand
 steps in between change it. What was on its way at a pause stays valid: its copies from slots were
@@ -49,10 +50,13 @@ class PassRing:
         self._views = [row_views(layout, half) for half in self._halves]
         self._copier = RowCopier(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # By layer, modulo 2: its experts are there; all before it has computed.
         self._arrived = [torch.cuda.Event() for _ in self._halves] if self._stream else []
+        self._entered = [torch.cuda.Event() for _ in self._halves] if self._stream else []
         self._slots: list[list[int]] = []
         self._num_issued = 0
         self._layer: int | None = None
+        self._has_waited = False
         self.is_running = False
         self.hits = 0
         self.misses = 0
@@ -70,6 +74,7 @@ class PassRing:
         if self._stream is not None:
             # Of a pass that was given up, copies may still be on their way.
             torch.cuda.current_stream().wait_stream(self._stream)
+            self._entered[-1].record()
         self._num_issued = 0
         self._layer = None
         self.resume_pass()
@@ -79,15 +84,20 @@ class PassRing:
         """The chunks of `layer` come next; what is queued so far has computed those before."""
         self._count_asked()
         self._layer = layer
-        self._issue(layer)
-        if self._overlaps and layer + 1 < len(self._banks):
-            self._issue(layer + 1)
         if self._stream is not None:
-            torch.cuda.current_stream().wait_event(self._arrived[layer % HALVES])
+            self._entered[layer % HALVES].record()
+        self._issue(layer)
+        if self._sets_out_early(layer + 1):
+            self._issue(layer + 1)
+        self._has_waited = False
 
     def take(self, layer: int, ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The layer's experts as views [E, *shape], for tokens that ask for ids [T, K]."""
         assert layer == self._layer, f"layer {layer} computes, layer {self._layer} was entered"
+        if self._stream is not None and not self._has_waited:
+            # Here and not before: the layer's attention needs no experts.
+            torch.cuda.current_stream().wait_event(self._arrived[layer % HALVES])
+            self._has_waited = True
         ids = ids.flatten().long()
         skipped = (ids < 0) | (ids >= self._num_experts)
         self._asked.index_fill_(0, ids.masked_fill(skipped, self._num_experts), 1)
@@ -108,6 +118,12 @@ class PassRing:
         self._layer = None
         self.is_running = False
 
+    def _sets_out_early(self, layer: int) -> bool:
+        """Whether a layer's copies are queued before the arithmetic of the layer before."""
+        if not self._overlaps or layer >= len(self._banks):
+            return False
+        return self._stream is None or self._banks[layer].is_pinned
+
     def _issue(self, layer: int) -> None:
         """Queue the copies of a layer, unless they are queued."""
         if layer < self._num_issued:
@@ -123,7 +139,10 @@ class PassRing:
         if self._stream is None:
             self._copier.copy(self._banks[layer], half, missing)
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._overlaps:
+            self._stream.wait_event(self._entered[(layer - 1) % HALVES])
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copier.copy(self._banks[layer], half, missing)
             self._arrived[layer % HALVES].record()

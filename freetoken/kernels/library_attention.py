@@ -1,8 +1,9 @@
 """Plain extends through the libraries in torch: flash attention, and cuDNN where it is faster.
 
-scaled_dot_product_attention has cuDNN only for Lq = Lk (585 TFLOP/s on an H200); for the last Lq of
-Lk tokens it has flash attention 2 (347). Two calls of cuDNN, one for the prefix and one for the new
-tokens, and a merge give 613 (8192 of 32768 + 8192 tokens, 32/4 heads of 128, bf16, 2026-12-01).
+8192 queries of 32768 keys, 32/4 heads of 128, bf16, on an H200, 2026-12-01, in TFLOP/s: cuDNN 613,
+our Triton kernel 449, torch's flash attention 2 347. But cuDNN makes a plan for every pair of
+lengths that a thread has not met, which takes some 70 ms. So it is given tiles of one size only,
+causal and not; what is left over goes to the Triton kernel.
 """
 
 from __future__ import annotations
@@ -16,28 +17,54 @@ from torch import Tensor
 
 from freetoken.kernels import reference_attention
 
-MIN_CUDNN_SCORES = 1 << 26
-"""Below so many scores a head, flash attention is used: cuDNN plans each new pair of lengths."""
+TILE_TOKENS = 4096
+"""Queries and keys of one call of cuDNN: enough to fill a GPU, and one merge more costs little."""
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
     """See attention_ops.extend_attention; fp16 or bf16, on a GPU."""
-    num_queries, num_keys = len(query), len(key)
-    if num_queries < num_keys and num_queries * num_keys >= MIN_CUDNN_SCORES:
+    if torch.cuda.get_device_capability(query.device)[0] < 9:
+        return reference_attention.plain_attention(query, key, value, scaling)
+    num_tiled = len(query) // TILE_TOKENS * TILE_TOKENS
+    if num_tiled:
         group = query.shape[1] // key.shape[1]
-        if _has_cudnn(query.device, query.dtype, query.shape[2], group):
-            return cudnn_attention(query, key, value, scaling)
-    return reference_attention.plain_attention(query, key, value, scaling)
+        if not _has_cudnn(query.device, query.dtype, query.shape[2], group):
+            num_tiled = 0
+    if not num_tiled:
+        return _rest(query, key, value, scaling)
+    num_rest = len(query) - num_tiled
+    end = len(key) - num_rest
+    tiled = tiled_attention(query[:num_tiled], key[:end], value[:end], scaling, TILE_TOKENS)
+    if not num_rest:
+        return tiled
+    return torch.cat([tiled, _rest(query[num_tiled:], key, value, scaling)])
 
 
-def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Lq < Lk: attention over the prefix and over the new tokens by cuDNN, then merged."""
-    prefix = len(key) - len(query)
-    parts = (
-        _cudnn(query, key[:prefix], value[:prefix], False, scaling),
-        _cudnn(query, key[prefix:], value[prefix:], True, scaling),
+def _rest(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    from freetoken.kernels import triton_extend
+
+    return triton_extend.extend_attention(
+        query, key, value, scaling=scaling, window=None, softcap=None, sinks=None
     )
-    return merge(*parts[0], *parts[1])
+
+
+def tiled_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, tile: int) -> Tensor:
+    """Lq, a multiple of `tile`, of Lk tokens: tiles of `tile` queries and keys, merged."""
+    prefix = len(key) - len(query)
+    parts = []
+    for first in range(0, len(query), tile):
+        q = query[first : first + tile]
+        end = prefix + first
+        own = slice(end, end + tile)
+        out, lse = _cudnn(q, key[own], value[own], True, scaling)
+        while end >= tile:
+            before = slice(end - tile, end)
+            out, lse = merge(out, lse, *_cudnn(q, key[before], value[before], False, scaling))
+            end -= tile
+        if end:
+            out, lse = merge(out, lse, *_flash(q, key[:end], value[:end], scaling))
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _cudnn(
@@ -50,6 +77,14 @@ def _cudnn(
     return out[0].transpose(0, 1), lse.reshape(q.shape[1:3]).transpose(0, 1)
 
 
+def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """All queries see all keys; returns as _cudnn. It takes any lengths as they come."""
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse = attend(q, k, v, 0.0, False, False, scale=scaling)[:2]
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
 @lru_cache
 def _has_cudnn(device: torch.device, dtype: torch.dtype, size: int, group: int) -> bool:
     """Whether cuDNN attention exists, takes heads like these, and is right; asked once."""
@@ -58,21 +93,24 @@ def _has_cudnn(device: torch.device, dtype: torch.dtype, size: int, group: int) 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(length, heads, size, generator=generator).to(device, dtype)
-        for length, heads in ((64, 2 * group), (192, 2), (192, 2))
+        for length, heads in ((128, 2 * group), (220, 2), (220, 2))
     )
     try:
-        got = cudnn_attention(query, key, value, size**-0.5)
+        got = tiled_attention(query, key, value, size**-0.5, 64)
     except (RuntimeError, AttributeError, IndexError):
         return False
     expected = reference_attention.extend_attention(query, key, value, scaling=size**-0.5)
     return torch.allclose(got.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
-def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
-    """Attention over two sets of keys → over both. first, second: [T, H, D] · lse: [T, H] f32."""
+def merge(
+    first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys → over both. [T, H, D] and lse [T, H] f32 each."""
     num_tokens, num_heads, size = first.shape
     assert first.stride(2) == second.stride(2) == 1
     out = torch.empty((num_tokens, num_heads, size), dtype=first.dtype, device=first.device)
+    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=first.device)
     block = triton.next_power_of_2(size)
     heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // block))
     _merge_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
@@ -81,6 +119,7 @@ def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) 
         second,
         second_lse,
         out,
+        lse,
         *first.stride()[:2],
         *first_lse.stride(),
         *second.stride()[:2],
@@ -91,7 +130,7 @@ def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) 
         BLOCK_D=block,
         num_warps=4,
     )
-    return out
+    return out, lse
 
 
 @triton.jit
@@ -101,6 +140,7 @@ def _merge_kernel(
     second,
     second_lse,
     out,
+    out_lse,
     first_stride,
     first_head_stride,
     first_lse_stride,
@@ -126,7 +166,11 @@ def _merge_kernel(
     a_lse = tl.load(at, mask=head < H, other=0.0)
     at = second_lse + token * second_lse_stride + head * second_lse_head_stride
     b_lse = tl.load(at, mask=head < H, other=0.0)
+    # One of the two may be far smaller, never both -inf: a token sees itself.
     share = 1.0 / (1.0 + tl.exp(b_lse - a_lse))
+    high = tl.maximum(a_lse, b_lse)
+    both = high + tl.log(tl.exp(a_lse - high) + tl.exp(b_lse - high))
+    tl.store(out_lse + token * H + head, both, mask=head < H)
     merged = b + (a - b) * share[:, None]
     at = out + (token * H + head[:, None]) * D + column
     tl.store(at, merged.to(out.dtype.element_ty), mask=mask)

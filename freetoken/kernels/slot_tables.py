@@ -136,7 +136,8 @@ def seat(tables: SlotTables, per_layer: Sequence[int]) -> None:
 
     As if they had never been used. A `build_queue` must follow.
     """
-    assert len(per_layer) == tables.num_layers and sum(per_layer) <= tables.num_slots
+    assert len(per_layer) == tables.num_layers
+    assert sum(per_layer) <= tables.num_slots
     clear(tables)
     first = 0
     for layer, count in enumerate(per_layer):

@@ -52,8 +52,11 @@ def make_compiler(
         use_cache()
         options = _options()
         tuned = options | {"coordinate_descent_tuning": True}
-    limit = max(torch._dynamo.config.recompile_limit, MAX_KINDS)
-    torch._dynamo.config.recompile_limit = limit
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, MAX_KINDS)
+    # Only what _mark marks is dynamic: not what differs between two models, or kinds of layers.
+    settings.automatic_dynamic_shapes = False
+    settings.automatic_dynamic_local_pgo = False
     run_one = torch.compile(_run_one, fullgraph=True, backend=backend, options=tuned)
     run_many = torch.compile(_run_many, fullgraph=True, backend=backend, options=options)
     return lambda module: CompiledModule(module, run_one, run_many)

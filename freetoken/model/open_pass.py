@@ -8,6 +8,7 @@ while the thread works, so nothing here needs a lock.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -25,6 +26,33 @@ class _Closed(BaseException):
     """Ends the forward of a pass that is given up; no handler of model code takes it."""
 
 
+class PassThread:
+    """The thread in which a model's passes run, one after the other; begun with the first.
+
+    It stays, because libraries keep by thread what they have prepared: cuDNN's attention plans, of
+    some 70 ms each, are one such thing.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._has_begun = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Queue `job`, which raises nothing."""
+        self._jobs.put(job)
+        if not self._has_begun:
+            self._has_begun = True
+            threading.Thread(target=_work_off, args=[self._jobs], name="pass", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+
+
+def _work_off(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    """The thread, until there is nobody left who could queue anything."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # and with it what the pass has held
+
+
 class OpenPass:
     """One pass over all layers. Made by ServedModel.start_pass.
 
@@ -38,6 +66,7 @@ class OpenPass:
         forward: Callable[[], torch.Tensor],
         device: torch.device,
         ended: Callable[[], None],
+        thread: PassThread,
     ) -> None:
         """`forward`: the whole forward, called in the pass's thread · `ended`: called once."""
         self._run = make_run(self._before_layer)
@@ -51,7 +80,8 @@ class OpenPass:
         self._orders: SimpleQueue[int | _Closed | None] = SimpleQueue()
         # None: paused · the logits · what went wrong.
         self._reports: SimpleQueue[torch.Tensor | BaseException | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = thread
+        self._has_begun = False
         self._logits: torch.Tensor | None = None
         self._is_over = False
 
@@ -64,11 +94,10 @@ class OpenPass:
         if self._logits is not None:
             return True
         assert not self._is_over, "the pass is closed or has failed"
-        if self._thread is None:
+        if not self._has_begun:
+            self._has_begun = True
             # With the owner's context: torch's compiler keeps its settings there.
-            work = partial(copy_context().run, self._work)
-            self._thread = threading.Thread(target=work, name="pass", daemon=True)
-            self._thread.start()
+            self._thread.run(partial(copy_context().run, self._work))
         self._num_threads = torch.get_num_threads()
         self._orders.put(num_layers)
         report = self._reports.get()
@@ -89,15 +118,13 @@ class OpenPass:
         """Give up what is left; harmless when the pass is over."""
         if self._is_over:
             return
-        if self._thread is not None:
+        if self._has_begun:
             self._orders.put(_Closed())
             self._reports.get()
         self._finish()
 
     def _finish(self) -> None:
         self._is_over = True
-        if self._thread is not None:
-            self._thread.join()
         self._ended()
 
     def _work(self) -> None:

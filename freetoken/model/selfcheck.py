@@ -10,6 +10,7 @@ runs on the device that serves, with the kernels that serve, but for compilation
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -76,6 +77,7 @@ def check_config(
     with _exactly():
         _check(config, _Path(experts, device, use_kernels), dtype)
     if device != "cpu":
+        gc.collect()  # miniatures are held by cycles
         torch.cuda.empty_cache()
 
 

@@ -22,7 +22,7 @@ from freetoken.model.compile import make_compiler
 from freetoken.model.context import StepContext
 from freetoken.model.decoder import find_decoder_layers, with_layers
 from freetoken.model.experts import number_moe_layers
-from freetoken.model.open_pass import BeforeLayer, OpenPass
+from freetoken.model.open_pass import BeforeLayer, OpenPass, PassThread
 from freetoken.model.ops import Callees
 from freetoken.model.passes import PassRun, PassSeat, chunked_model, cut_chunks
 from freetoken.model.shape import ModelShape
@@ -81,6 +81,7 @@ class ServedModel:
         self._ring = None if slots is None else slots.ring
         self._taken = [0, 0, 0, 0]
         self._taken_distinct = 0
+        self._pass_thread = PassThread()
         self._layers = list(find_decoder_layers(model))
         self._moe_layers = number_moe_layers(self._layers)
         self._seat = PassSeat()
@@ -148,7 +149,7 @@ class ServedModel:
         def ended() -> None:
             self._seat.run = None
 
-        return OpenPass(make_run, forward, self.device, ended)
+        return OpenPass(make_run, forward, self.device, ended, self._pass_thread)
 
     @property
     def can_capture(self) -> bool:

@@ -119,6 +119,7 @@ def _start_on_gpu(parts: _Start) -> Started:
         what = "capturing CUDA graphs"
         with parts.stage(Phase.CHECKING, what):
             runner.capture(lambda done, total: parts.report(what, done, total))
+    model.fill_slots()  # the steps so far asked for nothing that anyone will ask for
     check_prices(memory.peak(), plan.prices)
     return Started(runner, announce(parts.config, plan, runner, model))
 

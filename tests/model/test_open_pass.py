@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 
 from freetoken.model.attention import PagedAttention
-from freetoken.model.open_pass import BeforeLayer, OpenPass
+from freetoken.model.open_pass import BeforeLayer, OpenPass, PassThread
 from freetoken.model.passes import PassRun
 
 setting: ContextVar[str] = ContextVar("setting", default="none")
@@ -28,7 +30,8 @@ def open_pass(num_layers: int, seen: list[object]) -> OpenPass:
             seen.append(state)
         return torch.zeros(1)
 
-    return OpenPass(make_run, forward, torch.device("cpu"), lambda: seen.append("ended"))
+    ended = partial(seen.append, "ended")
+    return OpenPass(make_run, forward, torch.device("cpu"), ended, PassThread())
 
 
 def test_thread_computes_in_inference_mode_with_its_owners_settings() -> None:
@@ -58,3 +61,16 @@ def test_layers_run_when_they_are_asked_for() -> None:
     assert running.advance(), "it stays done"
     running.close()
     assert len(seen) == 6
+
+
+def test_thread_serves_all_passes_and_ends_with_their_owner() -> None:
+    seen: list[threading.Thread] = []
+    done = threading.Event()
+    thread = PassThread()
+    thread.run(lambda: seen.append(threading.current_thread()))
+    thread.run(lambda: (seen.append(threading.current_thread()), done.set()))
+    assert done.wait(10)
+    assert seen[0] is seen[1]
+    del thread
+    seen[0].join(10)
+    assert not seen[0].is_alive()

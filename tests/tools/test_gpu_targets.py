@@ -11,6 +11,7 @@ import bench_gpu
 import pytest
 from bench_scenarios import Decode, FirstToken
 from engine_counters import EngineWork
+from gpu_busy import idle_shares
 from gpu_report import print_rows
 from gpu_targets import (
     Row,
@@ -126,6 +127,13 @@ def test_kernels_and_policy_have_floors_and_ceilings() -> None:
         {"trace": "cyclic", "policy": 35, "lru": 0, "fixed": 50},
     ]
     assert [row.passed for row in policy_rows(traces)] == [True, False, True]
+
+
+def test_idle_time_is_what_no_span_covers() -> None:
+    spans = [(0, 10_000), (2_000, 5_000), (11_000, 20_000), (30_000, 40_000)]
+    assert idle_shares(spans) == pytest.approx((10 / 40, 11 / 40))
+    with pytest.raises(ValueError, match="empty"):
+        idle_shares([])
 
 
 def test_the_table_says_what_was_missed() -> None:

@@ -89,6 +89,9 @@ class NotingModel(Grown):
     def compile(self):
         self.events.append("compile")
 
+    def fill_slots(self):
+        self.events.append("fill")
+
     def _run(self, ids, context, logits_at):
         self.events.append("step")
         return super()._run(ids, context, logits_at)
@@ -150,7 +153,7 @@ def test_a_gpu_has_small_steps_on_demand_and_passes_in_large_chunks(sizes):
 
 def test_a_start_on_a_gpu_compiles_before_the_first_step_and_captures_last(start_on_gpu):
     started, events = start_on_gpu()
-    assert events == ["load", "link", "compile", "step", "capture"]
+    assert events == ["load", "link", "compile", "step", "capture", "fill"]
     ready = started.ready
     assert ready.max_step_tokens == 256
     assert 1 <= ready.max_on_demand_tokens <= 256
