@@ -71,10 +71,16 @@ def _cudnn(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """([Lq, H, D], [Lq, H] f32: the logarithm of the sum of exponentials)."""
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    q, k, v = (_token_major(tensor).transpose(0, 1)[None] for tensor in (query, key, value))
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     out, lse = attend(q, k, v, None, True, 0.0, is_causal, False, scale=scaling)[:2]
     return out[0].transpose(0, 1), lse.reshape(q.shape[1:3]).transpose(0, 1)
+
+
+def _token_major(tensor: Tensor) -> Tensor:
+    """[L, H, D] with strides that do not depend on how many tokens the tile was cut from: cuDNN
+    makes a plan for every strides, too."""
+    return tensor if tensor.stride(0) >= tensor.stride(1) else tensor.contiguous()
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
