@@ -17,6 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+# Triton 3.9 warns where it is not said; the worker says it, too.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
 # Without a GPU Triton kernels run in its interpreter. Read when triton is loaded, which importing
 # transformers does.
 if not torch.cuda.is_available():
