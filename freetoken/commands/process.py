@@ -7,6 +7,7 @@ checked here.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import shutil
 from argparse import SUPPRESS
@@ -65,5 +66,10 @@ def start(room: str, config: Config) -> int:
     """The room's own entry point; it is imported only here."""
     if room == "worker":
         limit_spinning()
+    # Looking for garbage among a million objects that stay would be a fifth of the worker's time
+    # here: 5.2 s of CPU instead of 4.2 (Zen 5, torch 2.13 with inductor, 2026-12-01).
+    gc.disable()
     process = importlib.import_module(f"freetoken.{room}.process")
+    gc.freeze()
+    gc.enable()
     return int(process.run(config))

@@ -46,6 +46,7 @@ def load_model(
     experts: ExpertsMode,
     num_slots: int | None,
     progress: Progress,
+    shape: ModelShape | None = None,
     context_tokens: int | None = None,
     use_kernels: bool | None = None,
     overlap_passes: bool = True,
@@ -56,7 +57,8 @@ def load_model(
     """The model, ready to run on `device`.
 
     `num_slots`: expert slots over all layers, for "slots" only. `progress(what, done, total)`
-    is called with bytes of the checkpoint. `context_tokens`: the longest request that will be
+    is called with bytes of the checkpoint. `shape`: what `read_shape` said, if it was asked: to
+    find it takes a second for 48 layers. `context_tokens`: the longest request that will be
     served, by default the model's window. `use_kernels`, `overlap_passes`: see assemble.
 
     For "slots" only: `found`: banks that an earlier worker left (`find_banks`); `keeper`: keeps
@@ -69,7 +71,7 @@ def load_model(
         raise EngineError(f"experts {experts} with num_slots {num_slots}: slots need a number")
     config = read_config(path)
     model = build_meta_model(config, resolve_dtype(path, config, dtype))
-    shape = measure_shape(model)
+    shape = shape or measure_shape(model)
     check_rope(model, context_tokens or shape.window)
     plan = plan_loading(model, list_tensors(path))
     memory = None

@@ -59,10 +59,12 @@ def check_model(
 ) -> None:
     """Check the model in `path`, reading its config only. Raises EngineError naming the class.
 
-    `dtype` is the option's value. Takes about a second and a few miniatures of memory.
+    The caller has measured its shape (`read_shape`), which shows that it runs at all. `dtype` is
+    the option's value. Takes about a second and a few miniatures of memory.
     """
     config = read_config(path)
-    check_config(config, experts=experts, dtype=resolve_dtype(path, config, dtype), device=device)
+    path_dtype = resolve_dtype(path, config, dtype)
+    check_config(config, experts=experts, dtype=path_dtype, device=device, is_measured=True)
 
 
 def check_config(
@@ -72,8 +74,12 @@ def check_config(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     use_kernels: bool | None = None,
+    is_measured: bool = False,
 ) -> None:
-    """Like check_model, for a config that is not on disk. `use_kernels`: see assemble."""
+    """Like check_model, for a config that is not on disk. `use_kernels`: see assemble. Not
+    `is_measured`: ConfigError if its shape cannot be."""
+    if not is_measured:
+        measure_shape(build_meta_model(deepcopy(config), torch.float32))
     with _exactly():
         _check(config, _Path(experts, device, use_kernels), dtype)
     if device != "cpu":
@@ -95,7 +101,6 @@ def _exactly() -> Iterator[None]:
 
 
 def _check(config: PreTrainedConfig, ours: _Path, dtype: torch.dtype) -> None:
-    measure_shape(build_meta_model(deepcopy(config), torch.float32))
     name = config.model_type
     reasons = []
     for small in miniatures(config):
