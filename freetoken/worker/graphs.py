@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from freetoken import log
 from freetoken.kernels.sample_ops import sample
 from freetoken.model.context import KvPools, Segment, StepContext
 from freetoken.worker.batch import pieces_of, segments_of
@@ -29,6 +32,23 @@ from freetoken.worker.sampler import LogprobTensors, Sampled, Sampler
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens of the steps that have graphs: those that launching kernels would hold up."""
 NUM_COUNTERS = 4
+
+_log = log.get(__name__)
+
+
+@contextmanager
+def _on_this_stream(pool: Any) -> Iterator[None]:
+    """What a capture that fails leaves as it was: the current stream, and where memory is taken
+    from. torch's own context undoes neither; RuntimeError if the device is lost."""
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch.cuda.synchronize()
+        raise
 
 
 def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
@@ -128,7 +148,8 @@ class StepGraphs:
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Record the graph of each bucket, largest first, in one memory pool; CUDA only.
 
-        report(done, total). No step may be in flight.
+        A model whose code asks the device something cannot be captured: its steps run without
+        graphs, the log says so. report(done, total). No step may be in flight.
         """
         pool = torch.cuda.graph_pool_handle()
         total = len(self._buckets)
@@ -139,11 +160,23 @@ class StepGraphs:
             bucket.inputs.sampled_rows.fill_(self._rows.max_rows)
             self._run(bucket.inputs, ())  # compiles what this number of tokens needs
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._run(bucket.inputs, ())
+            try:
+                with _on_this_stream(pool):
+                    graph = self._record(bucket, pool)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:300]
+                _log.warning("steps run without CUDA graphs, several times slower: %s", reason)
+                break
             self._buckets[i] = replace(bucket, graph=graph)
         report(total, total)
+
+    def _record(self, bucket: _Bucket, pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._run(bucket.inputs, ())
+        return graph
 
     def enqueue(self, work: Work) -> list[Enqueued]:
         """Queue a step of at least one token, in smaller pieces if memory is short."""

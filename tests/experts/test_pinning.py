@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import mmap
+import weakref
 
 import pytest
 import torch
@@ -35,6 +38,10 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("freetoken"), "propagate", True)
 
 
+def released(tensor: torch.Tensor) -> None:
+    """A Release where nothing is to be undone."""
+
+
 def make_banks() -> list[RowBank]:
     return [RowBank(LAYOUT, 4) for _ in range(3)]
 
@@ -42,7 +49,7 @@ def make_banks() -> list[RowBank]:
 def test_every_bank_is_pinned_where_it_lies() -> None:
     banks = make_banks()
     register = Register(3)
-    assert pin_banks(banks, register) == 3
+    assert pin_banks(banks, register, released) == 3
     assert register.pinned == [bank.rows.data_ptr() for bank in banks]
     assert all(bank.is_pinned for bank in banks)
 
@@ -54,7 +61,7 @@ def test_the_first_failure_is_the_last_try_and_is_told(
 ) -> None:
     banks = make_banks()
     register = Register(limit, error)
-    assert pin_banks(banks, register) == limit
+    assert pin_banks(banks, register, released) == limit
     assert register.calls == limit + 1
     assert [bank.is_pinned for bank in banks] == [layer < limit for layer in range(3)]
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
@@ -67,3 +74,35 @@ def test_the_first_failure_is_the_last_try_and_is_told(
 
 def test_a_model_without_experts_has_nothing_to_pin() -> None:
     assert pin_banks([], Register(0)) == 0
+
+
+def test_a_bank_is_released_before_its_memory_is_unmapped() -> None:
+    area = mmap.mmap(-1, LAYOUT.row_bytes * 4)
+    rows = torch.frombuffer(area, dtype=torch.uint8).view(4, LAYOUT.row_bytes)
+    bank = RowBank(LAYOUT, 4, rows)
+    mapped = weakref.ref(area)
+    del area, rows
+    register = Register(1)
+    released: list[int] = []
+
+    def release(tensor: torch.Tensor) -> None:
+        assert mapped() is not None
+        released.append(tensor.data_ptr())
+
+    assert pin_banks([bank], register, release) == 1
+    assert released == []
+    del bank
+    gc.collect()
+    assert released == register.pinned
+    assert mapped() is None
+
+
+def test_a_bank_that_cannot_be_released_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def release(tensor: torch.Tensor) -> None:
+        raise RuntimeError("the device is lost")
+
+    banks = make_banks()
+    pin_banks(banks, Register(3), release)
+    del banks
+    gc.collect()
+    assert caplog.text.count("the device is lost") == 3

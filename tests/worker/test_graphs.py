@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
@@ -130,3 +134,44 @@ def test_buckets_reach_the_largest_step():
     assert buckets_up_to(1) == (1,)
     assert buckets_up_to(36) == (1, 2, 4, 8, 16, 32, 64)
     assert buckets_up_to(256) == buckets_up_to(1000) == BUCKETS
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """As if this were a GPU whose captures fail, until the list that is returned has none left;
+    what was done to its streams is noted."""
+    stream = SimpleNamespace(device_index=0)
+    left, done = [], []
+
+    @contextmanager
+    def graph(recorded, **options):
+        yield
+        if left:
+            raise left.pop()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda given: done.append(given is stream))
+    monkeypatch.setattr(logging.getLogger("freetoken"), "propagate", True)
+    return left, done
+
+
+def test_a_model_that_cannot_be_captured_is_served_without_graphs(path, captures, caplog):
+    errors, restored = captures
+    errors.append(RuntimeError("operation not permitted when stream is capturing"))
+    runner = make_runner(path, queues_steps=True)
+    expected = texts(runner, [GREEDY])
+    runner.capture(lambda done, total: None)
+    assert restored == [True]
+    assert "not permitted when stream is capturing" in caplog.text
+    assert texts(runner, [GREEDY]) == expected
+
+
+def test_memory_that_runs_out_while_capturing_ends_the_start(path, captures):
+    captures[0].append(torch.OutOfMemoryError("CUDA out of memory"))
+    runner = make_runner(path, queues_steps=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.capture(lambda done, total: None)
