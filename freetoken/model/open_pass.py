@@ -105,7 +105,10 @@ class OpenPass:
             return False
         self._finish()
         if isinstance(report, BaseException):
-            raise report
+            try:
+                raise report
+            finally:
+                del report  # an error that its own traceback holds would hold the pass's tensors
         self._logits = report
         return True
 
@@ -141,6 +144,7 @@ class OpenPass:
         except BaseException as error:
             report = error
         self._reports.put(report)
+        del report  # see advance
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -162,7 +166,7 @@ class OpenPass:
     def _take_order(self) -> None:
         order = self._orders.get()
         if isinstance(order, _Closed):
-            raise order
+            raise _Closed  # not the one that this frame holds, see advance
         self._layers_left = order
         # The number of threads belongs to a thread; the owner may have changed its own.
         if torch.get_num_threads() != self._num_threads:

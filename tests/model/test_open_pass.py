@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 
+import pytest
 import torch
 
 from freetoken.model.attention import PagedAttention
@@ -74,3 +78,38 @@ def test_thread_serves_all_passes_and_ends_with_their_owner() -> None:
     del thread
     seen[0].join(10)
     assert not seen[0].is_alive()
+
+
+@pytest.mark.parametrize("ends", ["fails", "is closed"])
+def test_what_a_pass_held_is_free_when_it_ends_before_its_end(ends: str) -> None:
+    """The next try has smaller chunks, but no more memory than this one leaves."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    runs: list[PassRun] = []
+
+    def make_run(before_layer: BeforeLayer) -> PassRun:
+        runs.append(PassRun([], PagedAttention(), None, [None] * 2, before_layer))
+        return runs[0]
+
+    def forward() -> torch.Tensor:
+        tensor = torch.zeros(1)
+        held.append(weakref.ref(tensor))
+        for layer in range(2):
+            runs[0].enter_layer(layer)
+        raise torch.OutOfMemoryError(f"no memory beside {tensor}")
+
+    running = OpenPass(make_run, forward, torch.device("cpu"), lambda: None, PassThread())
+    gc.disable()
+    try:
+        assert not running.advance(1)
+        if ends == "is closed":
+            running.close()
+        else:
+            with suppress(torch.OutOfMemoryError):
+                running.advance()
+        for _ in range(100):  # the thread may be on its way out of the job
+            if held[0]() is None:
+                break
+            threading.Event().wait(0.01)
+        assert held[0]() is None
+    finally:
+        gc.enable()

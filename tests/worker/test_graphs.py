@@ -127,7 +127,7 @@ def test_counters_of_queued_steps_are_those_of_each_step(path):
 
 
 def test_a_pass_before_any_step_counts_nothing_of_the_steps_before_the_slots_were_filled(path):
-    """As at a start where every step is a pass: the last steps on demand were those that warm up."""
+    """As at a start where every step is a pass: on demand there was only the warm-up."""
     runner = make_runner(path, queues_steps=True)
     runner.execute(start_plan(0, PROMPT[:5], 0, num_pages=10))
     runner.forget_all()
