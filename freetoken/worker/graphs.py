@@ -145,6 +145,10 @@ class StepGraphs:
             self._buckets[i] = replace(bucket, graph=graph)
         report(total, total)
 
+    def drop(self) -> None:
+        """Run steps as they are."""
+        self._buckets = [replace(bucket, graph=None) for bucket in self._buckets]
+
     def enqueue(self, work: Work) -> list[Enqueued]:
         """Queue a step of at least one token, in smaller pieces if memory is short."""
         parts, todo = [], deque(pieces_of(work, self._piece.num_tokens))
