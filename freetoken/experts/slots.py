@@ -8,7 +8,7 @@ experts lie side by side in the ring of experts/stream.py, and the slots are lef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,6 +42,8 @@ class SlotPool:
         self.banks = banks
         self.layout: ExpertLayout = first.layout
         self.num_experts = first.num_experts
+        self.rows: torch.Tensor
+        self.views: Mapping[str, torch.Tensor]
         self._allocate(num_slots, device)
         self._copier = RowCopier(self.rows.device)
         self._num_tokens: torch.Tensor | None = None
