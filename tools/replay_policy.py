@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Replays routing traces through the slot policy, and through others to compare it with.
 
     python tools/replay_policy.py
