@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from freetoken import log
 from freetoken.errors import EngineError
 from freetoken.experts.bank import RowBank
@@ -19,7 +21,7 @@ from freetoken.model.assemble import ExpertsMode, Weights, assemble, own_banks
 from freetoken.model.banks import BankKeeper, banks_in, identify_banks, open_banks
 from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import list_tensors, read_config, resolve_dtype
-from freetoken.model.conversion import plan_loading
+from freetoken.model.conversion import LoadPlan, plan_loading
 from freetoken.model.fill import Progress, fill_weights
 from freetoken.model.heap import trim_heap
 from freetoken.model.rope import check_rope
@@ -77,12 +79,7 @@ def load_model(
         memory = open_banks(identify_banks(path, model), found, keeper, host_free_bytes)
     make_bank = own_banks(experts) if memory is None else banks_in(memory)
     weights = Weights(model, experts, device, make_bank)
-    started_s = time.monotonic()
-    num_bytes = fill_weights(plan, model, weights, memory, progress)
-    _log.info(log.event("weights.read", bytes=num_bytes, seconds=time.monotonic() - started_s))
-    weights.finish(plan.missing)
-    if memory is not None:
-        memory.close()  # what keeps it has a descriptor of its own
+    num_bytes = _read(plan, model, weights, memory, progress)
     banks = [bank for bank in weights.banks.values() if isinstance(bank, RowBank)]
     if banks and device != "cpu":
         progress("pinning the expert banks", num_bytes, num_bytes)
@@ -100,3 +97,20 @@ def load_model(
     trim_heap()
     collapse_in_background(served.memory)
     return served
+
+
+def _read(
+    plan: LoadPlan,
+    model: PreTrainedModel,
+    weights: Weights,
+    memory: BankMemory | None,
+    progress: Progress,
+) -> int:
+    """Fill `weights`, and let go of the descriptor of `memory`; returns the bytes read."""
+    started_s = time.monotonic()
+    num_bytes = fill_weights(plan, model, weights, memory, progress)
+    _log.info(log.event("weights.read", bytes=num_bytes, seconds=time.monotonic() - started_s))
+    weights.finish(plan.missing)
+    if memory is not None:
+        memory.close()  # what keeps it has a descriptor of its own
+    return num_bytes
