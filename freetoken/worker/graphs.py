@@ -139,11 +139,6 @@ class StepGraphs:
         self._buckets = [self._place(layout) for layout in layouts]
         self._seats: list[_Seat] = []
 
-    @property
-    def static_bytes(self) -> int:
-        """Device memory of the static buffers."""
-        return self._buffer.nbytes + self._outputs.nbytes + self._logits.nbytes
-
     @torch.inference_mode()
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Record the graph of each bucket, largest first, in one memory pool; CUDA only.

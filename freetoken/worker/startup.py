@@ -258,8 +258,12 @@ def _resize(model: Model, num_slots: int, num_planned: int) -> bool:
 def make_threshold(config: Config, sizes: ModelSizes, plan: MemoryPlan, link: Link) -> Threshold:
     """From how many tokens on a step on the GPU is a pass."""
     routed = Routed(sizes.num_moe_layers, sizes.num_experts, sizes.top_k, sizes.expert_bytes)
-    most = plan.max_on_demand_tokens
-    threshold = Threshold(config.extend_threshold, routed, link, plan.resident_rate, most)
+    option, most = config.extend_threshold, plan.max_on_demand_tokens
+    if option != "auto" and option > most:
+        _log.warning(
+            "--extend-threshold %d: steps on demand have at most %d new tokens here", option, most
+        )
+    threshold = Threshold(option, routed, link, plan.resident_rate, most)
     _log.info(log.event("threshold", **threshold.describe()))
     return threshold
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -263,6 +264,13 @@ def test_a_given_threshold_is_taken_as_it_is(option, expected):
     config, sizes = Config(extend_threshold=option), fake_sizes(**MOE)
     threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
     assert threshold.tokens == expected
+
+
+def test_a_threshold_that_no_step_on_demand_reaches_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("freetoken"), "propagate", True)
+    config, sizes = Config(extend_threshold=5000), fake_sizes(**MOE)
+    threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
+    assert f"at most {threshold.tokens} new tokens" in caplog.text
 
 
 @pytest.mark.parametrize("sizes", [MOE, DENSE])
