@@ -109,10 +109,9 @@ def share_kernel(
     share = tl.cdiv(tl.cdiv(high - low, num_splits), BLOCK_N) * BLOCK_N
     start = low + split * share
     end = tl.minimum(start + share, high)
-    if IS_SPLIT:
-        if start >= end:
-            tl.store(lse + line_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_line)
-            return
+    if IS_SPLIT and start >= end:
+        tl.store(lse + line_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_line)
+        return
 
     q = q.to(k_pool.dtype.element_ty)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)

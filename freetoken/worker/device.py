@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,8 @@ def find_device(option: str) -> torch.device:
         return torch.device("cpu")
     obstacle = _obstacle()
     if obstacle is None:
+        # Triton 3.9 warns that its default will change, which is what our kernels are tuned with.
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
         return torch.device("cuda", torch.cuda.current_device())
     if option == "cuda":
         raise ConfigError(f"--device cuda: {obstacle}; use --device cpu or auto")
