@@ -11,7 +11,7 @@ import gc
 import importlib
 import shutil
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from freetoken import log, options
@@ -37,6 +37,7 @@ def run(room: str, argv: Sequence[str]) -> int:
     )
     options.add_options(parser)
     parser.add_argument("--launcher-pid", type=int, help=SUPPRESS)
+    parser.add_argument("--stand-by", action="store_true", help=SUPPRESS)
     args = parser.parse(argv)
     config = options.resolve(args).config
     if args.launcher_pid is None:
@@ -44,7 +45,7 @@ def run(room: str, argv: Sequence[str]) -> int:
     guard.end_with_launcher(args.launcher_pid, leaves_files=room == "scheduler")
     assert config.run_dir is not None
     try:
-        return start(room, config)
+        return start(room, config, guard.await_call if args.stand_by else None)
     finally:
         if room == "scheduler" and guard.is_launcher_gone(args.launcher_pid):
             shutil.rmtree(config.run_dir, ignore_errors=True)  # what the launcher would have done
@@ -63,11 +64,14 @@ def run_alone(room: str, config: Config) -> int:
     return start(room, config.model_copy(update={"run_dir": run_dir}))
 
 
-def start(room: str, config: Config) -> int:
-    """The room's own entry point; it is imported only here."""
+def start(room: str, config: Config, await_call: Callable[[], None] | None = None) -> int:
+    """The room's own entry point; it is imported only here, which takes the worker seconds: one
+    that stands by begins after that, when `await_call` returns."""
     if room == "worker":
         limit_spinning()
     process = _import(f"freetoken.{room}.process")
+    if await_call is not None:
+        await_call()
     try:
         return int(process.run(config))
     finally:
