@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from statistics import mean, median
 
@@ -261,7 +261,7 @@ class Loop:
         read = decode(frame)
         assert isinstance(read, StepPlan)
         self._frames.append(encode(answer(read, draw_ones, StepStats(step_us=2000))))
-        return [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(stamps)]
 
 
 def measure_steps(loop: Loop, num_steps: int, skip: int = WARM_UP_STEPS) -> dict[str, float]:
