@@ -149,7 +149,7 @@ def processes(run_dir: Path, rows: int, step_ms: float) -> Iterator[int]:
     scheduler = [sys.executable, "-m", "freetoken.cli", "scheduler", "--run-dir", str(run_dir)]
     worker = [sys.executable, str(FAKE_WORKER), str(run_dir), "--rows", str(rows)]
     started = [
-        subprocess.Popen([*scheduler, *bounds, "--log-level", "WARNING"]),
+        subprocess.Popen([*scheduler, *bounds, "--log-level", "ERROR"]),
         subprocess.Popen([*worker, "--step-ms", str(step_ms)]),
     ]
     try:
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report[f"steps_{waiting}"] = figures
     most = max(args.waiting)
     if most:
-        figures = measure_steps(Loop(args.rows, most, follow=True), 90, 0)
+        figures = measure_steps(Loop(args.rows, most, follow=True), 95, 0)
         print_steps(f"{most:,} followers", figures)
         report[f"followers_{most}"] = figures
     if args.profile:
