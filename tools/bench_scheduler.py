@@ -33,6 +33,7 @@ from statistics import mean, median
 import zmq
 from fake_steps import answer, draw_ones, make_ready
 
+from freetoken import log
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.wire.beats import BeatClient
 from freetoken.wire.codec import decode, encode
@@ -68,10 +69,10 @@ CRITICAL = STAGES[:4]
 """What stands between a result and the next plan."""
 
 
-def make_submit(number: int, seed: int, num_tokens: int = PROMPT_TOKENS) -> Submit:
+def make_submit(number: int, seed: int, max_tokens: int | None = None) -> Submit:
     """Prompts of different lengths that share nothing, so that rows change pages in turn."""
-    prompt = [number >> 8 & 255, number & 255, *([seed & 255] * (num_tokens + number % 16))]
-    return Submit(f"cmpl-{seed:08x}-{number:08d}", pack_ids(prompt), None, Sampling(seed=1))
+    prompt = [number >> 8 & 255, number & 255, *([seed & 255] * (PROMPT_TOKENS + number % 16))]
+    return Submit(f"cmpl-{seed:08x}-{number:08d}", pack_ids(prompt), max_tokens, Sampling(seed=1))
 
 
 # ---------------------------------------------------------------- three processes
@@ -209,21 +210,23 @@ def _measure(client: Client, pid: int, rows: int, duration_s: float) -> tuple[fl
 class Loop:
     """The scheduler with `rows` running and two steps in flight, answered at once."""
 
-    def __init__(self, rows: int, waiting: int, *, follow: bool = False) -> None:
+    def __init__(
+        self, rows: int, waiting: int, *, follow: bool = False, turnover: bool = False
+    ) -> None:
         seeds = count(1)
         self.scheduler = Scheduler(*LIMITS, lambda: next(seeds))
         self.scheduler.attach(make_ready(rows + 2 * follow))
         self._frames: deque[bytes] = deque()
         self._now_s = 0.0
         for number in range(rows):
-            self._submit(make_submit(number, 1))
+            self._submit(make_submit(number, 1, 60 + number % 80 if turnover else None))
         while self.scheduler.num_running < rows or len(self._frames) < 2:
             self.step()
         if follow:
             self._submit_followers(waiting)
         else:
             for number in range(waiting):
-                self._submit(make_submit(number, 2))
+                self._submit(make_submit(number, 2, 60 + number % 80 if turnover else None))
 
     def _submit(self, submit: Submit) -> None:
         assert isinstance(self.scheduler.submit(b"api", submit, self._now_s), Accepted)
@@ -307,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="list the functions of those steps")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args(arguments)
+    log.setup("bench", "WARNING")
     report: dict[str, object] = {}
     print(f"CPU time in µs, {args.rows} rows, mean of {args.steps} steps:")
     for waiting in args.waiting:
@@ -318,6 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = measure_steps(Loop(args.rows, most, follow=True), 95, 0)
         print_steps(f"{most:,} followers", figures)
         report[f"followers_{most}"] = figures
+        figures = measure_steps(Loop(args.rows, most, turnover=True), min(args.steps, most // 4))
+        print_steps(f"{most:,} turnover", figures)
+        report[f"turnover_{most}"] = figures
     if args.profile:
         print_profile(Loop(args.rows, most), args.steps)
     if args.rounds:
