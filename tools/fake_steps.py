@@ -62,8 +62,11 @@ def make_ready(max_rows: int, epoch: int = 1) -> WorkerReady:
     )
 
 
-def sampled_rows(plan: StepPlan) -> array[int]:
-    """The rows that a step samples, in the order of its result."""
+def sampled_rows(plan: StepPlan, num_layers: int) -> array[int]:
+    """The rows that a step samples, in the order of its result: of a pass, only in its last
+    part."""
+    if plan.layers not in ((0, 0), (plan.layers[0], num_layers)):
+        return array("i")
     rows = array("i", (extend.row_id for extend in plan.extends if extend.is_last))
     rows.extend(unpack_ids(plan.decode_rows))
     return rows
@@ -74,9 +77,10 @@ def answer(
     draw: Callable[[Sequence[int]], array[int]],
     stats: StepStats,
     max_on_demand_tokens: int | None = None,
+    num_layers: int = 1,
 ) -> StepResult:
     """The result of `plan`; `draw` gives a token for each of the rows it is told."""
-    rows = sampled_rows(plan)
+    rows = sampled_rows(plan, num_layers)
     return StepResult(
         step_id=plan.step_id,
         epoch=plan.epoch,
