@@ -37,9 +37,9 @@ class Conversation:
 class Load:
     """How many conversations of each kind begin, evenly, within `duration_s`."""
 
-    agents: int = 6
-    chats: int = 16
-    batch: int = 6
+    agents: int = 4
+    chats: int = 10
+    batch: int = 4
     duration_s: float = 300.0
 
 

@@ -1,9 +1,9 @@
 """What steps cost on a GPU that is not there: times from experts/cost.py's formulas.
 
-Assumptions beside those: routing is uniform across rows, but each row comes back to its favourites,
-so that a step of one token finds its experts in the slots as often as an LRU stack says, and a wide
-one as often as experts are resident (`hit_rate`). On-demand steps in the pauses of a pass do not
-slow its copies down.
+Assumptions beside those: routing is uniform across rows, but each row that decodes comes back to
+its favourites, so that a step of one finds its experts in the slots as often as an LRU stack says,
+and a wide one as often as experts are resident, as new prompts do (`hit_rate`). On-demand steps in
+the pauses of a pass do not slow its copies down.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Tokens:
 
 
 def hit_rate(resident_rate: float, width: float) -> float:
-    """Share of a step's distinct experts that are in slots; `width`: how many times as many as one
-    token has. The root lies between what two measurements ask for (H200, 16 layers of Qwen3's
+    """Share of decoding rows' distinct experts that are in slots; `width`: how many times as many
+    as one row has. The root lies between what two measurements ask for (H200, 16 layers of Qwen3's
     shape, temperature 1, LRU: 57 % of a quarter resident with 4 rows, 80 % of a half with 8)."""
     favourites = max(1.0, width) ** -0.5
     return resident_rate + (hit_rate_lru_stack(resident_rate) - resident_rate) * favourites
@@ -91,18 +91,21 @@ class CostedWorker:
         if plan.mode is StepMode.PASS:
             return self._pass_part(plan)
         tokens = _tokens_of(plan.extends)
-        context = tokens.attended and sum(e.cached_len for e in plan.extends)
-        for position in unpack_ids(plan.decode_positions):
+        context = sum(extend.cached_len for extend in plan.extends)
+        decodes = unpack_ids(plan.decode_positions)
+        for position in decodes:
             tokens = tokens.plus(position, 1)
             context += position
-        return self._on_demand(tokens, context)
+        return self._on_demand(tokens, len(decodes), context)
 
-    def _on_demand(self, tokens: Tokens, context: int) -> tuple[float, StepStats]:
+    def _on_demand(self, tokens: Tokens, num_decodes: int, context: int) -> tuple[float, StepStats]:
         """`context`: tokens whose k/v are read once."""
         work, machine, resident = self._rig.work, self._rig.machine, self._rig.resident_rate
         routed = work.routed
         distinct = distinct_uniform(routed, tokens.count)
-        hit = hit_rate(resident, distinct / routed.top_k)
+        width = distinct_uniform(routed, num_decodes) / routed.top_k
+        new_rate = 1 - num_decodes / tokens.count
+        hit = new_rate * resident + (1 - new_rate) * hit_rate(resident, width)
         asked_bytes = routed.num_layers * distinct * routed.expert_bytes
         read_bytes = work.dense_bytes + asked_bytes + context * work.kv_token_bytes
         read_s = read_bytes / machine.vram_bytes_s

@@ -10,6 +10,7 @@ agents, chats and batch jobs (sim_traces.py). Policies, on the same conversation
 
     chunks   each chunk of a prompt is a step that streams all missing experts
     passes   a long prompt runs layer by layer, all chunks at once; short extends run on demand
+    paused   the same, and between layers others have their steps
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from freetoken.experts.cost import Link, Machine
 POLICIES = (
     Policy("chunks", "chunk by chunk", max_pass_tokens=8192, extend_threshold=0),
     Policy("passes", "layer-major passes", max_pass_tokens=32_768),
+    Policy("paused", "layer-major passes with pauses", max_pass_tokens=32_768, pauses=True),
 )
 PERCENTILES = (0.5, 0.9, 0.99)
 TABLE_WIDTH = 110
