@@ -55,6 +55,7 @@ class Request:
         "followers",
         "id",
         "ids",
+        "in_pass",
         "is_private",
         "is_void",
         "keeps",
@@ -127,6 +128,7 @@ class Request:
         self.decode_limit = 0
         self.settle_at = 0  # kv_len at which the next page is whole
         self.last_step = -1
+        self.in_pass = False  # a pass that is open; what it plans is back only when it ends
         self.extend_planned_s: float | None = None
         # What the steps of its extend have cost, other rows of theirs included.
         self.expert_bytes = 0

@@ -16,6 +16,7 @@ from freetoken.scheduler.counters import Counters
 from freetoken.scheduler.fit import Later, Never, Resource
 from freetoken.scheduler.ledger import Ledger
 from freetoken.scheduler.node import TOKEN_BYTES, common_bytes
+from freetoken.scheduler.passes import OpenPass
 from freetoken.scheduler.radix import Match
 from freetoken.scheduler.request import Request, State
 
@@ -38,6 +39,7 @@ class Roster:
         self.computing: list[Request] = []
         self.decoding: list[Request] = []
         self.leaving: list[Request] = []
+        self.open_pass: OpenPass | None = None  # until its last part is planned, or it is over
         self.forget_rows: list[int] = []
         self.done_step = -1  # the last step whose result or failure is known
         self._counters = counters
@@ -167,18 +169,58 @@ class Roster:
     def make_room(self, request: Request) -> bool:
         """One more page for a decoding row; preempts the youngest if need be.
 
-        False: not in this step, because pages come back with a result or it was the youngest.
+        False: not in this step, because pages come back with a result or it was the youngest, or
+        the younger ones are in the open pass. That ends without further pages.
         """
         while not self.ledger.add_page(request):
-            if self.leaving or self.ledger.num_copies:
+            if self.ledger.num_copies or any(not row.in_pass for row in self.leaving):
                 return False
-            youngest = max(self.running(), key=_order)
+            youngest = max((row for row in self.running() if not row.in_pass), key=_order)
+            if youngest is request and any(row.in_pass for row in self._younger(request)):
+                return False
             assert self.num_running > 1, "a row alone does not fit"
             self._counters.preemptions += 1
             self.dismiss(youngest, requeues=True)
             if youngest is request:
                 return False
         return True
+
+    def _younger(self, request: Request) -> Iterator[Request]:
+        return (row for row in self.running() if row.order > request.order)
+
+    # ------------------------------------------------------------ the open pass
+
+    def begin_pass(self, opened: OpenPass) -> None:
+        """Its first part is planned."""
+        assert self.open_pass is None, "one pass at a time"
+        self.open_pass = opened
+        for request, _, _ in opened.rows:
+            request.in_pass = True
+
+    def end_pass(self) -> None:
+        """The last part of the open pass is planned: its rows decode from the next step on."""
+        opened = self.open_pass
+        assert opened is not None
+        self.open_pass = None
+        for request, _, is_last in opened.rows:
+            request.in_pass = False
+            if is_last and request.state is State.EXTENDING:
+                self.planned_all(request)
+
+    def _stop_pass(self, opened: OpenPass) -> None:
+        """Nobody waits for it: no part follows those in flight. The worker gives it up when it is
+        told to forget the rows; before that no other pass may begin."""
+        opened.is_stopped = True
+        for request, _, _ in opened.rows:
+            request.in_pass = False
+            if request.last_step <= self.done_step:
+                self._let_go(request)
+        self._close_stopped()
+
+    def _close_stopped(self) -> None:
+        opened = self.open_pass
+        if opened is not None and opened.is_stopped and opened.last_step <= self.done_step:
+            self.open_pass = None
 
     # ------------------------------------------------------------ leaving
 
@@ -199,7 +241,10 @@ class Roster:
         request.keeps = request.keeps and keeps
         if request in self.computing and not requeues:
             self.computed_all(request)
-        if request.last_step <= self.done_step:
+        if request.in_pass:
+            if self.open_pass is not None and self.open_pass.is_abandoned:
+                self._stop_pass(self.open_pass)
+        elif request.last_step <= self.done_step:
             self._let_go(request)
 
     def start_over(self, request: Request) -> None:
@@ -212,7 +257,9 @@ class Roster:
         """The result of `step_id` is known: those who waited for it leave."""
         self.done_step = step_id
         for request in [row for row in self.leaving if row.last_step <= step_id]:
-            self._let_go(request)
+            if not request.in_pass:
+                self._let_go(request)
+        self._close_stopped()
 
     def _let_go(self, request: Request) -> None:
         self.leaving.remove(request)
@@ -235,6 +282,13 @@ class Roster:
         assert all(row.state is State.DECODING for row in self.decoding)
         assert all(row.state is State.LEAVING for row in self.leaving)
         assert all(row in self.computing for row in self.extending)
+        if self.open_pass is not None and not self.open_pass.is_stopped:
+            self.open_pass.check()
+            held = {request.id for request, _, _ in self.open_pass.rows}
+        else:
+            held = set()
+        seated = [*self.running(), *self.leaving]
+        assert {row.id for row in seated if row.in_pass} == held, "a row of the pass is lost"
         self.ledger.check([*self.running(), *self.leaving])
 
 
