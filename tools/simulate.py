@@ -20,6 +20,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -32,6 +33,7 @@ from svg_plot import Panel, Series, cumulative, draw
 
 from freetoken import log
 from freetoken.experts.cost import Link, Machine
+from freetoken.scheduler.pace import Fairness
 
 POLICIES = (
     Policy("chunks", "chunk by chunk", max_pass_tokens=8192, extend_threshold=0),
@@ -161,9 +163,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tflops", type=float, default=120.0, help="[120]")
     parser.add_argument("--num-tokens", type=int, default=131_072, help="k/v pool [131072]")
     parser.add_argument("--max-rows", type=int, default=32, help="[32]")
+    fair = Fairness()
+    parser.add_argument(
+        "--max-stall-ms", type=float, default=fair.max_stall_ms, help=f"[{fair.max_stall_ms:.0f}]"
+    )
+    parser.add_argument(
+        "--decode-share", type=float, default=fair.decode_share, help=f"[{fair.decode_share}]"
+    )
+    parser.add_argument(
+        "--extend-threshold", type=int, help="of all policies but chunks [as a worker finds it]"
+    )
     parser.add_argument("--plot", type=Path, help="write an SVG that compares the policies")
     parser.add_argument("--json", type=Path, help="write all figures here")
     return parser
+
+
+def _tuned(policy: Policy, args: argparse.Namespace) -> Policy:
+    """`policy` with what the flags say."""
+    threshold = policy.extend_threshold
+    if threshold is None:
+        threshold = args.extend_threshold
+    fairness = Fairness(args.max_stall_ms, args.decode_share)
+    return replace(policy, extend_threshold=threshold, fairness=fairness)
 
 
 def simulate(
@@ -185,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, object] = {}
     for policy in POLICIES:
         if policy.name in args.policies:
-            run = simulate(trace, rig, seats, policy, args.seed)
+            run = simulate(trace, rig, seats, _tuned(policy, args), args.seed)
             done.append((policy, run))
             figures[policy.name] = made = report(run)
             print_report(policy, made)

@@ -16,6 +16,7 @@ from fake_steps import answer
 from sim_traces import Conversation
 from sim_worker import CostedWorker, Rig
 
+from freetoken.scheduler.pace import Fairness
 from freetoken.scheduler.results import Outputs
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.wire.messages import (
@@ -47,6 +48,7 @@ class Policy:
     max_pass_tokens: int
     extend_threshold: int | None = None
     pauses: bool = False
+    fairness: Fairness = field(default_factory=Fairness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Simulation:
         if self._threshold is None:
             self._threshold = rig.threshold(MAX_STEP_TOKENS)
         seeds = count(1)
-        self.scheduler = Scheduler(*LIMITS, lambda: next(seeds))
+        self.scheduler = Scheduler(*LIMITS, lambda: next(seeds), policy.fairness)
         self.scheduler.attach(_make_ready(seats, policy, self._threshold, self._num_parts))
         self._numbers = count()
         self._turns: list[tuple[float, int, Talk]] = []  # when each is sent
