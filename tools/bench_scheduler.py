@@ -18,52 +18,35 @@ import cProfile
 import json
 import os
 import pstats
-import secrets
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import mean, median
 
-import zmq
 from fake_steps import answer, draw_ones, make_ready
+from scheduler_client import LIMITS, Client, processes
 
 from freetoken import log
 from freetoken.scheduler.scheduler import Scheduler
-from freetoken.wire.beats import BeatClient
 from freetoken.wire.codec import decode, encode
 from freetoken.wire.messages import (
-    PROTOCOL_VERSION,
-    Abort,
     Accepted,
-    Beat,
-    EngineState,
-    Hello,
-    Phase,
-    Role,
     Sampling,
     StepPlan,
     StepResult,
     StepStats,
     Submit,
     Tokens,
-    Welcome,
     pack_ids,
 )
-from freetoken.wire.sockets import Dealer, Endpoints, connect_dealer
 
-FAKE_WORKER = Path(__file__).parent / "fake_steps.py"
 PROMPT_TOKENS = 100
 SETTLE_S = 0.3
-START_S = 30.0
 WARM_UP_STEPS = 64
-LIMITS = (10**6, 10**9)
-"""Of queued requests and tokens: never reached."""
 STAGES = ("decode", "apply", "plan", "encode", "tokens")
 CRITICAL = STAGES[:4]
 """What stands between a result and the next plan."""
@@ -76,90 +59,6 @@ def make_submit(number: int, seed: int, max_tokens: int | None = None) -> Submit
 
 
 # ---------------------------------------------------------------- three processes
-
-
-class Client:
-    """One api's connection: submits, aborts, counts tokens."""
-
-    def __init__(self, run_dir: Path) -> None:
-        endpoints = Endpoints.in_directory(run_dir)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        name = f"api-{os.getpid()}-{secrets.token_hex(3)}"
-        beat = Beat(name, os.getpid(), 0, Phase.READY, "", 0, 0)
-        self._beats = BeatClient(self._context, endpoints.beats, name, lambda: beat)
-        self._dealer = Dealer(connect_dealer(self._context, endpoints.api, name))
-        self._beats.start()
-        self._dealer.send(Hello(PROTOCOL_VERSION, Role.API, name, os.getpid()))
-        self.num_tokens = 0
-        self.num_accepted = 0
-        self.state: EngineState | None = None
-
-    def submit(self, requests: Sequence[Submit]) -> None:
-        """Returns when all are accepted."""
-        wanted = self.num_accepted + len(requests)
-        for request in requests:
-            self._dealer.send(request)
-        while self.num_accepted < wanted:
-            self.read(0.01)
-
-    def abort(self, requests: Sequence[Submit]) -> None:
-        for request in requests:
-            self._dealer.send(Abort(request.request_id))
-
-    def read(self, duration_s: float) -> None:
-        """Take what comes for so long."""
-        end_s = time.monotonic() + duration_s
-        while (left_s := end_s - time.monotonic()) > 0:
-            match self._dealer.receive(max(1, int(left_s * 1e3))):
-                case Tokens() as tokens:
-                    self.num_tokens += len(tokens.deltas)
-                case Accepted():
-                    self.num_accepted += 1
-                case EngineState() as state:
-                    self.state = state
-                case None | Welcome():
-                    pass
-                case message:
-                    raise SystemExit(f"unexpected: {message}")
-
-    def wait(self, running: int, waiting: int) -> None:
-        """Until the scheduler says that so many run and wait."""
-        end_s = time.monotonic() + START_S
-        while self.state is None or (self.state.running, self.state.waiting) != (running, waiting):
-            if time.monotonic() > end_s:
-                raise SystemExit(f"no {running} running and {waiting} waiting: {self.state}")
-            self.read(0.05)
-
-    def wait_ready(self) -> None:
-        end_s = time.monotonic() + START_S
-        while self.state is None or self.state.phase is not Phase.READY:
-            if time.monotonic() > end_s:
-                raise SystemExit(f"the scheduler does not become ready: {self.state}")
-            self.read(0.05)
-
-    def close(self) -> None:
-        self._beats.stop()
-        self._dealer.socket.close(0)
-        self._context.term()
-
-
-@contextmanager
-def processes(run_dir: Path, rows: int, step_ms: float) -> Iterator[int]:
-    """The scheduler and its worker; the scheduler's pid."""
-    bounds = ["--max-queued-requests", str(LIMITS[0]), "--max-queued-tokens", str(LIMITS[1])]
-    scheduler = [sys.executable, "-m", "freetoken.cli", "scheduler", "--run-dir", str(run_dir)]
-    worker = [sys.executable, str(FAKE_WORKER), str(run_dir), "--rows", str(rows)]
-    started = [
-        subprocess.Popen([*scheduler, *bounds, "--log-level", "ERROR"]),
-        subprocess.Popen([*worker, "--step-ms", str(step_ms)]),
-    ]
-    try:
-        yield started[0].pid
-    finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
 
 
 def cpu_s(pid: int) -> float:

@@ -133,8 +133,8 @@ def plot(done: Sequence[tuple[Policy, Simulation]], note: str) -> str:
         for policy, run in done
     ]
     panels = [
-        Panel("time to first token", "at most so many seconds", ttft),
-        Panel("longest gap in an answer", "at most so many seconds", gaps),
+        Panel("share of answers that begin within", "seconds", ttft),
+        Panel("share of answers without a longer gap than", "seconds", gaps),
     ]
     return draw(panels, note)
 

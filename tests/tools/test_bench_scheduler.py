@@ -17,7 +17,7 @@ def test_it_reports_every_stage_and_the_throughput_with_each_queue(
 ) -> None:
     out = tmp_path / "figures.json"
     sizes = ["--rows", "4", "--waiting", "0", "40", "--steps", "10"]
-    main([*sizes, "--rounds", "1", "--round-s", "0.1", "--json", str(out)])
+    main([*sizes, "--rounds", "1", "--round-s", "0.3", "--json", str(out)])
     figures = json.loads(out.read_text())
     assert figures.keys() == {"steps_0", "steps_40", "followers_40", "turnover_40", "throughput"}
     assert figures["steps_40"].keys() >= set(STAGES)

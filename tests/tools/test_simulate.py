@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from freetoken.experts.cost import Link, Machine, Routed, pass_s
+from freetoken.scheduler.pace import Fairness
 from freetoken.wire.messages import Extend, StepMode, StepPlan, pack_ids
 from freetoken.worker.threshold import PASS_LAYER_S
 from tools.sim_traces import Conversation, Load, Turn, make_trace
@@ -125,6 +126,22 @@ def test_chunks_move_the_bank_for_each_chunk_and_passes_once() -> None:
     trace = [talk(Turn(490, 1, 0.0))]
     moved = [simulate(trace, policy).scheduler.counters.expert_bytes for policy in (CHUNKS, PASSES)]
     assert moved == [5 * 32_000_000, 32_000_000]
+
+
+def test_pauses_shorten_the_gap_that_a_long_prompt_makes() -> None:
+    trace = [talk(Turn(20, 400, 0.0)), talk(Turn(3000, 1, 0.0), start_s=0.2)]
+    fairness = Fairness(max_stall_ms=15.0)
+    gaps = []
+    for pauses in (False, True):
+        run = simulate(
+            trace, replace(PASSES, max_pass_tokens=3000, pauses=pauses, fairness=fairness)
+        )
+        [stream] = [answer for answer in run.answers if len(answer.came_s) == 400]
+        gaps.append(max(stream.gaps_s))
+        assert run.scheduler.counters.expert_bytes >= 32_000_000
+    whole_s, paused_s = gaps
+    assert whole_s > BANK_S
+    assert paused_s < whole_s / 2
 
 
 def test_a_conversation_that_outgrows_the_context_ends() -> None:
