@@ -52,7 +52,8 @@ def check(config: Config, report: Report) -> tuple[Config, checkpoint.Checkpoint
     port = host.reserve_port(config.host, config.port)
     model = resolve_model(config.model)
     found = checkpoint.check(model.directory, config.dtype)
-    host.check_memory(found.weight_bytes, measure_budget())
+    with_gpu = host.may_use_gpu(config)
+    host.check_memory(found.weight_bytes, measure_budget(), with_gpu=with_gpu)
     config = complete(config, model).model_copy(update={"port": port})
     report.title(
         f"FreeToken {version('freetoken')}: {config.served_model_name[0]} "
