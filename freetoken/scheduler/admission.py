@@ -112,6 +112,11 @@ class LikelyOutput:
     def note(self, num_output: int) -> None:
         self._mean_tokens += (num_output - self._mean_tokens) / 16
 
+    def most_pages(self, num_running: int, page_size: int) -> int:
+        """At least what `headroom_pages` counts for so many rows, without a look at them."""
+        more = int(max(self._mean_tokens, page_size))
+        return num_running * (num_pages_for(more, page_size) + 1)
+
     def headroom_pages(self, running: Iterable[Request], page_size: int) -> int:
         """Pages that `running` will likely take beyond what they hold: not the worst case."""
         pages = 0

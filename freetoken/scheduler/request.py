@@ -106,7 +106,7 @@ class Request:
         self.state = State.WAITING
         self.first_token_s: float | None = None
         self.cached_tokens: int | None = None  # found in the cache when it first ran
-        self.followers: list[Request] = []
+        self.followers: list[tuple[int, tuple[float, int], Request]] = []  # see roster.py
         self.requeues = False  # when LEAVING: back to the queue, not gone
         self.keeps = True  # when LEAVING: its computed pages are good
         self.is_void = False  # LEAVING: what steps still bring for it is dropped
