@@ -48,6 +48,7 @@ def load_model(
     experts: ExpertsMode,
     num_slots: int | None,
     progress: Progress,
+    shape: ModelShape | None = None,
     context_tokens: int | None = None,
     use_kernels: bool | None = None,
     overlap_passes: bool = True,
@@ -60,7 +61,8 @@ def load_model(
     """The model, ready to run on `device`.
 
     `num_slots`: expert slots over all layers, for "slots" only. `progress(what, done, total)`
-    is called with bytes of the checkpoint. `context_tokens`: the longest request that will be
+    is called with bytes of the checkpoint. `shape`: what `read_shape` said, if it was asked: to
+    find it takes a second for 48 layers. `context_tokens`: the longest request that will be
     served, by default the model's window. `use_kernels`, `overlap_passes`: see assemble.
     `shape`: if the caller has read it, which takes as long as a step.
 

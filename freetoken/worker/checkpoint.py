@@ -88,6 +88,7 @@ class CheckpointSource:
             device=str(self._device),
             experts=experts,
             num_slots=num_slots,
+            shape=self._shape,
             context_tokens=context_tokens,
             progress=report,
             overlap_passes=self._overlap_passes,
