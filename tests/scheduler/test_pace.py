@@ -156,6 +156,8 @@ def test_newcomers_delay_a_long_prompt_by_no_more_than_the_stated_bound(
 ) -> None:
     """Three newcomers wait at any moment."""
     driver = drive(Fairness(250.0, share))
+    driver.submit("first", [251] * newcomer_tokens, 1)
+    driver.run()
     stream(driver, streams)
     begin_s = driver.now_s
     driver.submit("long", LONG, 1)
@@ -169,8 +171,11 @@ def test_newcomers_delay_a_long_prompt_by_no_more_than_the_stated_bound(
     pass_ms, step_ms = LAYERS * 11.0, 14.0
     longest_ms = step_ms + 64 * 2.0
     num_parts = len(parts(driver))
-    bound = (2 + share / (1 - share)) * pass_ms + (num_parts + 1) * step_ms + 2 * longest_ms
+    bound = (2 + share / (1 - share)) * pass_ms + 2 * num_parts * step_ms + 2 * longest_ms
     assert took_ms <= bound
+    if streams:
+        gaps = gaps_ms(driver, "stream0", begin_s, driver.now_s)
+        assert max(gaps) <= 250, "a newcomer's step comes behind a decode step if it is long"
     assert number > 4, "they were served meanwhile"
 
 
@@ -240,6 +245,6 @@ def test_what_newcomers_add_is_not_taken_from_the_streams_share() -> None:
     pace.settle(charge, 300.0)
     assert account.decode_ms == pace.times.decode_ms
     assert account.newcomer_ms == pytest.approx(300.0 - pace.times.decode_ms)
-    assert not account.lets_newcomers_in
+    assert not account.lets_newcomers_in(Crowd(decodes=False, newcomers=True))
     pace.settle(pace.charge_part(account, 4, Crowd(True, False)), 400.0)
-    assert account.lets_newcomers_in
+    assert account.lets_newcomers_in(Crowd(decodes=False, newcomers=True))
