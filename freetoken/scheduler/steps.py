@@ -79,7 +79,7 @@ class StepDraft:
         if may_pass and pace.prefers_part(account, crowd):
             self._add_part(roster, pace, crowd)
             return
-        if account is not None and not account.lets_newcomers_in:
+        if account is not None and not account.lets_newcomers_in(crowd):
             dealt = Deal([0] * len(rows), dealt.in_pass)
         self._add_on_demand(roster, pace, account, rows, dealt.on_demand)
         if self.is_empty and may_pass:
