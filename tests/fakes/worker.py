@@ -46,6 +46,7 @@ class WorkerScript:
     page_size: int = 16
     max_rows: int = 8
     context_tokens: int | None = None  # default: the whole pool
+    context_flag: str = "--context-tokens"
     window: int | None = None  # default: wide enough
     vocab_size: int = 256
     max_step_tokens: int = 64
@@ -200,6 +201,7 @@ def make_ready(script: WorkerScript, epoch: int = 1) -> WorkerReady:
         max_rows=script.max_rows,
         window=script.window or max(context, 1 << 17),
         context_tokens=context,
+        context_flag=script.context_flag,
         vocab_size=script.vocab_size,
         num_layers=1,
         max_step_tokens=script.max_step_tokens,
