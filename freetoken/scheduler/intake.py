@@ -8,7 +8,7 @@ import msgspec
 
 from freetoken import log
 from freetoken.errors import ErrorCode, RequestError
-from freetoken.scheduler.admission import AGE_S, WaitQueue
+from freetoken.scheduler.admission import WaitQueue, place_of
 from freetoken.scheduler.fit import Never, explain, fit, num_pages_for
 from freetoken.scheduler.ledger import Ledger
 from freetoken.scheduler.node import TOKEN_BYTES
@@ -53,7 +53,7 @@ class Intake:
             room if submit.max_tokens is None else min(submit.max_tokens, room),
             sampling,
             submit.cache_salt,
-            self._order(now_s - submit.priority * AGE_S),
+            self._order(place_of(now_s, submit.priority)),
             now_s,
         )
 

@@ -143,18 +143,29 @@ class Roster:
     def make_room(self, request: Request) -> bool:
         """One more page for a decoding row; preempts the youngest if need be.
 
-        False: not in this step, because pages come back with a result or it was the youngest.
+        False: not in this step, because pages come back with a result, it was the youngest, or
+        the younger ones are all spared. Those get their token soon: it needs no further page.
         """
         while not self.ledger.add_page(request):
             if self.leaving or self.ledger.num_copies:
                 return False
-            youngest = max(self.running(), key=_order)
-            assert self.num_running > 1, "a row alone does not fit"
+            victim = self._victim(request)
+            if victim is None:
+                return False
             self._counters.preemptions += 1
-            self.dismiss(youngest, requeues=True)
-            if youngest is request:
+            victim.output_at_preemption = victim.num_output
+            self.dismiss(victim, requeues=True)
+            if victim is request:
                 return False
         return True
+
+    def _victim(self, request: Request) -> Request | None:
+        """Who makes room for `request`: the youngest that is not spared, never an older one."""
+        younger = [row for row in self.running() if row.order > request.order]
+        if younger:
+            return max((row for row in younger if not row.is_spared), key=_order, default=None)
+        assert self.num_running > 1, "a row alone does not fit"
+        return None if request.is_spared else request
 
     # ------------------------------------------------------------ leaving
 

@@ -94,7 +94,7 @@ class Submit(_Message, frozen=True):
     max_tokens: int | None  # None: the remaining context
     sampling: Sampling
     cache_salt: str | None = None  # prefixes are shared only among equal salts
-    priority: int = 0
+    priority: int = 0  # lower goes first; ages, see scheduler/admission.py
 
 
 class Abort(_Message, frozen=True):

@@ -124,17 +124,38 @@ def test_a_big_request_at_the_head_is_not_overtaken_for_ever() -> None:
     driver.run()
 
 
-def test_a_higher_priority_goes_first_and_ages() -> None:
+def test_a_lower_priority_value_goes_first_and_the_others_age() -> None:
     driver = small(max_rows=1)
     driver.submit("first", [1], 2)
-    driver.submit("low", [2], 2, priority=0)
-    driver.submit("high", [3], 2, priority=1)
+    driver.submit("batch", [2], 2, priority=1)
+    driver.submit("chat", [3], 2, priority=0)
     driver.now_s = 11.0
-    driver.submit("late", [4], 2, priority=1)
+    driver.submit("late", [4], 2, priority=0)
     order = []
     while driver.step():
         order += [r for r in driver.deltas if driver.is_done(r) and r not in order]
-    assert order.index("high") < order.index("low") < order.index("late")
+    assert order == ["first", "chat", "batch", "late"]
+
+
+@pytest.mark.parametrize("priority", [1, 5, 2**31 - 1])
+def test_a_request_of_the_worst_priority_is_served_under_a_flood_of_better_ones(
+    priority: int,
+) -> None:
+    """One row, always somebody new who goes first: it is overtaken only by those who come within
+    the time that its priority is worth."""
+    driver = small(max_rows=1)
+    driver.submit("first", [1], 2)
+    driver.submit("last", [2], 2, priority=priority)
+    bound_s = 10.0 * (min(priority, 60) + 60)
+    for i in range(1000):
+        driver.now_s = 2.0 * i
+        driver.submit(f"flood{i}", [3], 1, priority=-(2**31))
+        driver.step()
+        if driver.is_done("last"):
+            break
+    assert driver.is_done("last")
+    assert bound_s - 10 < driver.now_s < bound_s + 10
+    assert driver.text("last") == expect([2], 2)
 
 
 # ---------------------------------------------------------------- bounds of the queue
