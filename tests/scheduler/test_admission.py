@@ -115,3 +115,13 @@ def test_headroom_follows_what_outputs_have_been() -> None:
     for _ in range(300):
         likely.note(1)
     assert likely.headroom_pages([row], 16) == 1, "never less than a page"
+
+
+def test_headroom_of_a_long_output_is_a_part_of_it_however_short_others_were() -> None:
+    likely = LikelyOutput()
+    for _ in range(200):
+        likely.note(1)
+    row = request(0, tokens=16, max_tokens=10_000)
+    row.num_output = 320
+    row.pages.extend(range(21))
+    assert likely.headroom_pages([row], 16) == 320 / 4 / 16

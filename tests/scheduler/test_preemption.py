@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from freetoken.wire.messages import (
@@ -35,6 +38,36 @@ def test_the_youngest_is_preempted_and_everything_finishes(page_size: int, num_p
     resumed = {s.sampling.seed for p in driver.plans[since:] for s in p.starts if s.num_output}
     assert resumed, "a preempted row goes on where it was"
     assert 0 not in resumed, "the oldest is never preempted"
+    driver.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("seed", [366, 459, 731, *range(20)])
+def test_a_row_makes_a_token_before_it_is_preempted_again(seed: int) -> None:
+    """So it starts at most twice with the same output; and no text changes. In the first three
+    of these lives a row started thrice when whoever was the youngest was preempted."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 1, 2, 4])
+    driver = small(
+        page_size=page_size,
+        num_pages=-(-rng.randint(24, 60) // page_size),
+        max_step_tokens=rng.choice([1, 1, 2, 5]),
+        max_on_demand_tokens=rng.choice([None, 0, 4]),
+    )
+    short_outputs(driver)
+    since = len(driver.plans)
+    prompts = []
+    for i in range(rng.randint(4, 12)):
+        prompts.append([i] * rng.randint(1, 20))
+        driver.submit(f"r{i}", prompts[i], rng.choice([None, 2, 3, 40, 20]), seed=i)
+        for _ in range(rng.randint(0, 8)):
+            driver.step()
+    driver.run()
+    starts = Counter(
+        (start.sampling.seed, start.num_output) for p in driver.plans[since:] for start in p.starts
+    )
+    assert max(starts.values()) <= 2
+    for i, prompt in enumerate(prompts):
+        assert driver.text(f"r{i}") == expect(prompt, driver.accepted[f"r{i}"].max_tokens)
     driver.scheduler.check_idle()
 
 
