@@ -167,6 +167,7 @@ class SchedulerProcess:
         if now_s - self._ticked_s >= TICK_S or not self._sockets.issuperset(ready):
             self._ticked_s = now_s
             self._worker.drop_gone(now_s)
+            self._worker.replace_lost(now_s)
             self._apis.drop_gone(now_s)
             self._apis.flush(now_s)
         self._report(now_s)

@@ -58,6 +58,7 @@ class WorkerScript:
     fail_steps: tuple[int, ...] = ()  # answered with WorkerFailed(step)
     garbage_steps: tuple[int, ...] = ()  # a malformed frame goes before the result
     wrong_steps: tuple[int, ...] = ()  # the result names other rows
+    lost_steps: tuple[int, ...] = ()  # a malformed frame comes instead of the result
     stall_step: int | None = None  # never ends, until released
     die_step: int | None = None  # WorkerFailed(process), then exit
     kill_step: int | None = None  # exit without a word
@@ -172,6 +173,9 @@ class FakeWorker:
         if number in script.garbage_steps:
             self._socket.send(b"\xc1 no message")
             self._socket.send_multipart([b"two", b"frames"])
+        if number in script.lost_steps:
+            self._socket.send(b"\xc1 no message")
+            return None
         if number in script.wrong_steps:
             result = msgspec.structs.replace(result, row_ids=result.row_ids + b"\0\0\0\0")
         threshold = script.max_on_demand_tokens
