@@ -106,6 +106,25 @@ class Config(BaseModel):
         ),
     ] = 4_194_304
 
+    # ---- fairness: a long prompt's pass beside the streams that run
+    max_stall_ms: Annotated[
+        float,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="milliseconds that streams wait at most because a long prompt passes; "
+            "less: smoother streams, a slower prompt",
+        ),
+    ] = 250.0
+    decode_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            lt=1,
+            description="share of the time that streams keep while a long prompt passes",
+        ),
+    ] = 0.2
+
     # ---- experts
     experts: Annotated[
         Literal["auto", "in-place", "slots"],

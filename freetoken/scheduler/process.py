@@ -25,6 +25,7 @@ from freetoken.config import Config
 from freetoken.errors import ConfigError
 from freetoken.scheduler.apis import ApiSide
 from freetoken.scheduler.health import Health, Signs, Status
+from freetoken.scheduler.pace import Fairness
 from freetoken.scheduler.peers import PeerTable
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.scheduler.workers import WorkerSide
@@ -54,7 +55,12 @@ def run(config: Config) -> int:
     wake.setblocking(False)
     process = SchedulerProcess(
         endpoints,
-        Scheduler(config.max_queued_requests, config.max_queued_tokens, _make_seed),
+        Scheduler(
+            config.max_queued_requests,
+            config.max_queued_tokens,
+            _make_seed,
+            Fairness(config.max_stall_ms, config.decode_share),
+        ),
         Health(config.stall_timeout_s),
         woken.fileno(),
     )

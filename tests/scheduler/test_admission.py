@@ -117,11 +117,12 @@ def test_headroom_follows_what_outputs_have_been() -> None:
     assert likely.headroom_pages([row], 16) == 1, "never less than a page"
 
 
-def test_headroom_of_a_long_output_is_a_part_of_it_however_short_others_were() -> None:
+def test_a_long_output_returns_to_more_room_however_short_others_were() -> None:
     likely = LikelyOutput()
     for _ in range(200):
         likely.note(1)
     row = request(0, tokens=16, max_tokens=10_000)
+    assert likely.entry_pages(row, 16) == 2
+    row.ids += pack_ids([1] * 320)
     row.num_output = 320
-    row.pages.extend(range(21))
-    assert likely.headroom_pages([row], 16) == 320 / 4 / 16
+    assert likely.entry_pages(row, 16) == 1 + 20 + 320 / 4 / 16
