@@ -8,10 +8,10 @@ What holds, with `max_stall_ms` M, `decode_share` s, a decode step of d and part
 * While others decode, a part is as long as keeps them at their share, and with the decode step
   behind it at most M: that is the longest gap that a pass makes in a stream. (Not so if a layer
   takes longer; and where a decode step alone takes most of M, a part may take M / 4.)
-* Behind a part there is always a turn for others. A short newcomer is in it: it waits for at most
-  the two parts that are in flight when it comes.
-* A pass that takes P alone is done after at most (2 + s / (1 - s)) P, a decode step for each of its
-  parts, and one step more: newcomers are let in only while what they have added is no more than
+* Behind a part there is always a turn for others. A short newcomer is in it, or where that would
+  make the gap too long in the next one: it waits for at most the two parts in flight when it comes.
+* A pass that takes P alone is done after at most (2 + s / (1 - s)) P, two decode steps for each of
+  its parts, and one step more: newcomers are let in only while what they have added is no more than
   what the pass has had.
 * Without anybody else, parts are long: M / 2, so that a newcomer finds a pause within M.
 """
@@ -56,7 +56,8 @@ class Crowd:
 
 @dataclass(slots=True)
 class Times:
-    """What steps take, as measured of late; before that a guess. A layer: of a pass."""
+    """What steps take, as measured of late; before that a guess. A layer: of a pass. Extends are
+    of all sizes: theirs is near the longest."""
 
     decode_ms: float = 10.0
     extend_ms: float = 50.0
@@ -66,7 +67,7 @@ class Times:
     def note_step(self, ms: float, has_extends: bool) -> None:
         """An on-demand step is done."""
         if has_extends:
-            self.extend_ms += WEIGHT * (ms - self.extend_ms)
+            self.extend_ms = max(ms, self.extend_ms + WEIGHT * (ms - self.extend_ms))
         elif self.has_decode:
             self.decode_ms += WEIGHT * (ms - self.decode_ms)
         else:
@@ -102,7 +103,9 @@ class Account:
     contested_ms: float = 0.0
     decode_ms: float = 0.0
     newcomer_ms: float = 0.0
-    was_part: bool = False  # the step planned last
+    part_ms: float = 0.0  # the part planned last, as expected
+    steps_since: int = 0  # on-demand steps planned behind it
+    has_let_in: bool = True  # newcomers, in one of them
     measured_layers: int = 0
     measured_ms: float = 0.0
     last_layer_ms: float = 0.0
@@ -114,15 +117,26 @@ class Account:
         """Whether the next step is a part; if not, it is an on-demand step, should there be any."""
         if crowd.is_empty:
             return True
-        if self.was_part:
+        if not self.steps_since:
+            return False
+        if crowd.newcomers and not self.has_let_in and self._owes_newcomers:
             return False
         if not crowd.decodes:
             return True
         share = self.fairness.decode_share
         return self.decode_ms >= share * (self.decode_ms + self.contested_ms)
 
+    def lets_newcomers_in(self, crowd: Crowd) -> bool:
+        """Whether the on-demand step that is next may extend. Where that would make too long a gap,
+        the streams get a token before."""
+        if crowd.decodes and not self.steps_since:
+            gap_ms = self.part_ms + self.times.extend_ms
+            if gap_ms > MARGIN * self.fairness.max_stall_ms:
+                return False
+        return self._owes_newcomers
+
     @property
-    def lets_newcomers_in(self) -> bool:
+    def _owes_newcomers(self) -> bool:
         return self.newcomer_ms <= self.pass_ms
 
     def part_layers(self, left: int, crowd: Crowd) -> int:
@@ -155,11 +169,13 @@ class Account:
 
     def expect(self, charge: Charge) -> None:
         """A step is planned."""
-        self.was_part = charge.layers > 0
         if charge.layers:
+            self.part_ms, self.steps_since, self.has_let_in = charge.ms, 0, False
             self.pass_ms += charge.ms
             self.contested_ms += charge.ms if charge.has_decodes else 0.0
         else:
+            self.steps_since += 1
+            self.has_let_in = self.has_let_in or charge.has_extends
             self.decode_ms += charge.decode_ms
             self.newcomer_ms += charge.ms - charge.decode_ms
 

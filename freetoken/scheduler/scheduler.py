@@ -236,6 +236,7 @@ class Scheduler:
             return self.fail_step(step.step_id, what, now_s)
         self._steps.popleft()
         self.counters.count(result)
+        self.counters.passes += step.is_last_part
         if step.charge is not None:
             engine.pace.settle(step.charge, result.stats.step_us / 1e3)
         threshold = result.max_on_demand_tokens

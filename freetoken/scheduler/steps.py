@@ -38,6 +38,10 @@ class Step:
     def mode(self) -> StepMode:
         return StepMode.ON_DEMAND if self.part_of is None else StepMode.PASS
 
+    @property
+    def is_last_part(self) -> bool:
+        return self.part_of is not None and self.layers[1] == self.part_of.num_layers
+
     def extending(self) -> list[Request]:
         """The rows whose extends it computes, all or in part."""
         rows = self.extends if self.part_of is None else self.part_of.rows
@@ -75,7 +79,7 @@ class StepDraft:
         if may_pass and pace.prefers_part(account, crowd):
             self._add_part(roster, pace, crowd)
             return
-        if account is not None and not account.lets_newcomers_in:
+        if account is not None and not account.lets_newcomers_in(crowd):
             dealt = Deal([0] * len(rows), dealt.in_pass)
         self._add_on_demand(roster, pace, account, rows, dealt.on_demand)
         if self.is_empty and may_pass:
@@ -128,7 +132,7 @@ class StepDraft:
         self.step.charge = pace.charge_part(account, layers, crowd)
         for row, _, _ in opened.rows:
             row.last_step = self.step.step_id
-        if opened.at == opened.num_layers:
+        if self.step.is_last_part:
             self.step.extends.extend(opened.rows)
             self._sampled_rows.extend(row.row_id for row, _, is_last in opened.rows if is_last)
             roster.end_pass()

@@ -97,6 +97,7 @@ class FakeModel:
     vocab_size: int
     reply: tuple[int, ...] | None = None
     expert_bytes_per_token: int = 0
+    expert_bytes_per_part: int = 0  # of a pass
     num_layers: int = 1
     opened: _OpenPass | None = None
     rows: dict[int, _Row] = field(default_factory=dict)
@@ -246,7 +247,10 @@ class FakeModel:
                 for token, count in zip(tokens, wanted, strict=True)
             )
         num_tokens = sum(len(e.token_ids) // 4 for e in plan.extends) + len(plan.decode_rows) // 4
-        stats = StepStats(step_us=1000, expert_bytes=num_tokens * self.expert_bytes_per_token)
+        expert_bytes = num_tokens * self.expert_bytes_per_token
+        if plan.mode is StepMode.PASS:
+            expert_bytes += self.expert_bytes_per_part
+        stats = StepStats(step_us=1000, expert_bytes=expert_bytes)
         return StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 import msgspec
@@ -50,8 +50,10 @@ class Driver:
         self.model = make_model(script)
         self.scheduler.attach(make_ready(script))
         self.plans: list[StepPlan] = []
+        self.fails: Callable[[StepPlan], bool] = lambda plan: False
         self.in_flight: deque[StepResult | int] = deque()  # an int: the step that failed
         self.deltas: dict[str, list[TokenDelta]] = {}
+        self.token_s: dict[str, list[float]] = {}  # when each token came
         self.failed: dict[str, Failed] = {}
         self.accepted: dict[str, Accepted] = {}
         self.sampling_of: dict[str, Sampling] = {}
@@ -73,6 +75,7 @@ class Driver:
         if isinstance(answer, Accepted):
             self.accepted[request_id] = answer
             self.deltas[request_id] = []
+            self.token_s[request_id] = []
             self.sampling_of[request_id] = message.sampling
         else:
             self.failed[request_id] = answer
@@ -91,7 +94,7 @@ class Driver:
         self.scheduler.check()
         if plan is not None:
             self.plans.append(plan)
-            if fails:
+            if fails or self.fails(plan):
                 self.model.fail(plan)
                 self.in_flight.append(plan.step_id)
                 return plan
@@ -153,6 +156,7 @@ class Driver:
     def _note(self, delta: TokenDelta) -> None:
         assert not self.is_done(delta.request_id), "a delta after the terminal message"
         self.deltas[delta.request_id].append(delta)
+        self.token_s[delta.request_id] += [self.now_s] * (len(delta.token_ids) // 4)
 
     # ------------------------------------------------------------ what came out
 

@@ -26,14 +26,14 @@ APIS = (b"api-1", b"api-2")
 
 scripts = st.builds(
     WorkerScript,
-    num_pages=st.integers(3, 14),
+    num_pages=st.one_of(st.integers(3, 14), st.integers(20, 50)),
     page_size=st.sampled_from([1, 3, 4, 16]),
     max_rows=st.integers(1, 5),
     vocab_size=st.just(VOCAB),
     max_step_tokens=st.sampled_from([1, 4, 7, 64]),
     max_pass_tokens=st.sampled_from([8, 64]),
     max_on_demand_tokens=st.sampled_from([None, None, 0, 0, 3, 3]),
-    num_layers=st.sampled_from([1, 2, 3, 8]),
+    num_layers=st.sampled_from([1, 3, 8, 8]),
     step_ms=st.sampled_from([1.0, 30.0]),
     token_ms=st.sampled_from([0.0, 20.0]),
     layer_ms=st.sampled_from([0.5, 25.0, 400.0]),
@@ -50,7 +50,7 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(script=scripts, cut=st.sampled_from([0, 0, 1, 2]), fairness=fairnesses)
     def begin(self, script: WorkerScript, cut: int, fairness: Fairness) -> None:
-        context = max(2, script.num_pages * script.page_size - cut)
+        context = max(2, min(script.num_pages * script.page_size, 100) - cut)
         script = WorkerScript(**{**vars(script), "context_tokens": context})
         self.context = context
         self.driver = Driver(script, fairness=fairness)
@@ -79,10 +79,20 @@ class Lives(RuleBasedStateMachine):
         temperature: float,
         max_tokens: int | None,
     ) -> None:
-        prompt = data.draw(self._prompts())
+        fields = {"stop_ids": stop, "temperature": temperature}
+        self._submit(data.draw(self._prompts()), max_tokens, api, salt, priority, **fields)
+
+    def _submit(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        api: bytes = APIS[0],
+        salt: str | None = None,
+        priority: int = 0,
+        **fields: object,
+    ) -> None:
         self.number += 1
         request_id = f"r{self.number}"
-        fields = {"stop_ids": stop, "temperature": temperature}
         answer = self.driver.submit(
             request_id, prompt, max_tokens, api=api, salt=salt, priority=priority, **fields
         )
@@ -111,6 +121,14 @@ class Lives(RuleBasedStateMachine):
             st.lists(st.integers(0, VOCAB - 1), max_size=6),
         )
         return st.one_of(fresh, turns)
+
+    @precondition(lambda self: self.driver.script.max_on_demand_tokens is not None)
+    @rule(data=st.data(), lengths=st.lists(st.integers(1, 30), min_size=2, max_size=4))
+    def submit_some(self, data: st.DataObject, lengths: list[int]) -> None:
+        """Long ones pass, while short ones decode."""
+        for length in lengths:
+            prompt = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+            self._submit(prompt, 20)
 
     @rule()
     def plan(self) -> None:
@@ -174,7 +192,7 @@ class Lives(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         driver = self.driver
-        driver.run(5000)
+        driver.run(10_000)
         assert not self._open(), "a request has no terminal message"
         for request_id, expected in self.expected.items():
             text = driver.text(request_id)
