@@ -53,6 +53,7 @@ def make_ready(max_rows: int, epoch: int = 1) -> WorkerReady:
         max_rows=max_rows,
         window=CONTEXT_TOKENS,
         context_tokens=CONTEXT_TOKENS,
+        context_flag="",
         vocab_size=VOCAB_SIZE,
         num_layers=1,
         max_step_tokens=8192,

@@ -208,6 +208,7 @@ def _make_ready(seats: Seats, policy: Policy, threshold: int, num_layers: int) -
         max_rows=seats.max_rows,
         window=num_pages * PAGE_SIZE,
         context_tokens=num_pages * PAGE_SIZE,
+        context_flag="",
         vocab_size=VOCAB_SIZE,
         num_layers=num_layers,
         max_step_tokens=MAX_STEP_TOKENS,

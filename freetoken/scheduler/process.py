@@ -176,6 +176,7 @@ class SchedulerProcess:
         if now_s - self._ticked_s >= TICK_S or not self._sockets.issuperset(ready):
             self._ticked_s = now_s
             self._worker.drop_gone(now_s)
+            self._worker.replace_lost(now_s)
             self._apis.drop_gone(now_s)
             self._apis.flush(now_s)
             self.collector.tick(now_s, not self._scheduler.num_in_flight)

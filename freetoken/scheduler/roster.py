@@ -87,7 +87,8 @@ class Roster:
     def _seat(self, head: Request, match: Match, headroom: int) -> bool:
         """Rows that run keep `headroom`, and `head` gets some itself; alone it needs none."""
         if self.num_running or self.leaving:
-            headroom += self._headroom([head]) - self.ledger.need(head.num_tokens).num_pages
+            wanted = self.likely.entry_pages(head, self.ledger.page_size)
+            headroom += wanted - self.ledger.need(head.num_tokens).num_pages
         verdict = self.ledger.seat(head, match, headroom)
         assert not isinstance(verdict, Never), "submit accepted what can never fit"
         if isinstance(verdict, Later):
@@ -169,24 +170,31 @@ class Roster:
     def make_room(self, request: Request) -> bool:
         """One more page for a decoding row; preempts the youngest if need be.
 
-        False: not in this step, because pages come back with a result or it was the youngest, or
-        the younger ones are in the open pass. That ends without further pages.
+        False: not in this step, because pages come back with a result, it was the youngest, or
+        the younger ones are all spared or in the open pass. They get their token, and the pass
+        ends, without further pages.
         """
         while not self.ledger.add_page(request):
             if self.ledger.num_copies or any(not row.in_pass for row in self.leaving):
                 return False
-            youngest = max((row for row in self.running() if not row.in_pass), key=_order)
-            if youngest is request and any(row.in_pass for row in self._younger(request)):
+            victim = self._victim(request)
+            if victim is None:
                 return False
-            assert self.num_running > 1, "a row alone does not fit"
             self._counters.preemptions += 1
-            self.dismiss(youngest, requeues=True)
-            if youngest is request:
+            victim.output_at_preemption = victim.num_output
+            self.dismiss(victim, requeues=True)
+            if victim is request:
                 return False
         return True
 
-    def _younger(self, request: Request) -> Iterator[Request]:
-        return (row for row in self.running() if row.order > request.order)
+    def _victim(self, request: Request) -> Request | None:
+        """Who makes room for `request`: the youngest that may be preempted, never an older one."""
+        younger = [row for row in self.running() if row.order > request.order]
+        if younger:
+            may_go = (row for row in younger if not row.is_spared and not row.in_pass)
+            return max(may_go, key=_order, default=None)
+        assert self.num_running > 1, "a row alone does not fit"
+        return None if request.is_spared else request
 
     # ------------------------------------------------------------ the open pass
 

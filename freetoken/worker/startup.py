@@ -28,7 +28,7 @@ from freetoken.worker.link_speed import measure_link
 from freetoken.worker.memory import MemoryPlan, plan_memory
 from freetoken.worker.model import Model
 from freetoken.worker.observe import StepObserver
-from freetoken.worker.plan_log import log_plan
+from freetoken.worker.plan_log import context_flag, log_plan
 from freetoken.worker.runner import Limits, Runner
 from freetoken.worker.sizes import ModelSizes, make_request
 from freetoken.worker.source import ExpertsMode, ModelSource
@@ -178,6 +178,7 @@ def announce(config: Config, plan: MemoryPlan, runner: Runner, model: Model) -> 
         max_rows=limits.max_rows,
         window=plan.window,
         context_tokens=plan.context_tokens,
+        context_flag=context_flag(config, plan),
         vocab_size=limits.vocab_size,
         num_layers=model.num_layers,
         max_step_tokens=limits.max_step_tokens,
