@@ -55,7 +55,6 @@ def load_model(
     found: BankMemory | None = None,
     keeper: BankKeeper | None = None,
     host_free_bytes: int | None = None,
-    shape: ModelShape | None = None,
     pinner: Pinner | None = None,
 ) -> ServedModel:
     """The model, ready to run on `device`.
@@ -64,7 +63,6 @@ def load_model(
     is called with bytes of the checkpoint. `shape`: what `read_shape` said, if it was asked: to
     find it takes a second for 48 layers. `context_tokens`: the longest request that will be
     served, by default the model's window. `use_kernels`, `overlap_passes`: see assemble.
-    `shape`: if the caller has read it, which takes as long as a step.
 
     For "slots" only: `found`: banks that an earlier worker left (`find_banks`); `keeper`: keeps
     new ones; `host_free_bytes`: what new ones may take, None: whatever they need; `pinner`: pins

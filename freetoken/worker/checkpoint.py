@@ -95,7 +95,6 @@ class CheckpointSource:
             found=found,
             keeper=self._keeper,
             host_free_bytes=measure_budget(),
-            shape=self._shape,
             pinner=self._pinner,
         )
 
