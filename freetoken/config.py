@@ -95,11 +95,35 @@ class Config(BaseModel):
         ),
     ] = None
     max_queued_requests: Annotated[
-        int, Field(ge=1, description="waiting requests beyond which new ones get 429")
+        int,
+        Field(ge=1, description="waiting requests beyond which new ones get 429 with Retry-After"),
     ] = 1024
     max_queued_tokens: Annotated[
-        int, Field(ge=1, description="waiting prompt tokens beyond which new requests get 429")
+        int,
+        Field(
+            ge=1,
+            description="waiting prompt tokens beyond which new requests get 429 with Retry-After",
+        ),
     ] = 4_194_304
+
+    # ---- fairness: a long prompt's pass beside the streams that run
+    max_stall_ms: Annotated[
+        float,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="milliseconds that streams wait at most because a long prompt passes; "
+            "less: smoother streams, a slower prompt",
+        ),
+    ] = 250.0
+    decode_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            lt=1,
+            description="share of the time that streams keep while a long prompt passes",
+        ),
+    ] = 0.2
 
     # ---- experts
     experts: Annotated[

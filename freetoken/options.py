@@ -33,6 +33,7 @@ GROUPS = {
     "model": "model",
     "host": "HTTP",
     "context_tokens": "capacity (hard constraints of the memory plan)",
+    "max_stall_ms": "fairness between long prompts and running streams",
     "experts": "experts",
     "threads": "processes",
 }

@@ -17,13 +17,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-# Triton 3.9 warns where it is not said; the worker says it, too.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+from freetoken.kernels.dispatch import fuse_products
 
 # Without a GPU Triton kernels run in its interpreter. Read when triton is loaded, which importing
 # transformers does.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# For tests that call the Triton modules themselves; see kernels/dispatch.py.
+fuse_products()
 
 
 @pytest.fixture(scope="session")

@@ -59,12 +59,11 @@ def check_model(
 ) -> None:
     """Check the model in `path`, reading its config only. Raises EngineError naming the class.
 
-    The caller has measured its shape (`read_shape`), which shows that it runs at all. `dtype` is
-    the option's value. Takes about a second and a few miniatures of memory.
+    Its shape has been found already (load.read_shape). `dtype` is the option's value. Takes about a
+    second and a few miniatures of memory.
     """
     config = read_config(path)
-    path_dtype = resolve_dtype(path, config, dtype)
-    check_config(config, experts=experts, dtype=path_dtype, device=device, is_measured=True)
+    _check_cleanly(config, _Path(experts, device, None), resolve_dtype(path, config, dtype))
 
 
 def check_config(
@@ -74,15 +73,16 @@ def check_config(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     use_kernels: bool | None = None,
-    is_measured: bool = False,
 ) -> None:
-    """Like check_model, for a config that is not on disk. `use_kernels`: see assemble. Not
-    `is_measured`: ConfigError if its shape cannot be."""
-    if not is_measured:
-        measure_shape(build_meta_model(deepcopy(config), torch.float32))
+    """Like check_model, for a config that is not on disk. `use_kernels`: see assemble."""
+    measure_shape(build_meta_model(deepcopy(config), torch.float32))
+    _check_cleanly(config, _Path(experts, device, use_kernels), dtype)
+
+
+def _check_cleanly(config: PreTrainedConfig, ours: _Path, dtype: torch.dtype) -> None:
     with _exactly():
-        _check(config, _Path(experts, device, use_kernels), dtype)
-    if device != "cpu":
+        _check(config, ours, dtype)
+    if ours.device != "cpu":
         gc.collect()  # miniatures are held by cycles
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""How one step's tokens are dealt among the rows that extend, and which mode the step has.
+"""How the next steps' tokens are dealt among the rows that extend: on demand, or in a pass.
 
 Plain functions on numbers. Rows come oldest first.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from freetoken.wire.messages import StepMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,32 +20,24 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """A step: `chunks[i]` tokens for the i-th extending row; decode rows ride along or not."""
+    """Tokens of the i-th extending row in the next on-demand step, or in the next pass."""
 
-    mode: StepMode
-    chunks: list[int]
-    with_decodes: bool
+    on_demand: list[int]
+    in_pass: list[int]
 
 
-def deal(
-    remaining: Sequence[int], has_decodes: bool, last_mode: StepMode, limits: StepLimits
-) -> Deal:
-    """The next step for rows with `remaining` tokens each (all >= 1).
+def deal(remaining: Sequence[int], limits: StepLimits) -> Deal:
+    """Who goes which way, of rows with `remaining` tokens each (all >= 1).
 
     Where passes exist, extends that fit together into an on-demand step go there with the decode
-    rows; the others go as a pass, and between two passes comes an on-demand step.
+    rows; the others go as a pass.
     """
     threshold = limits.max_on_demand_tokens
     if threshold is None:
-        chunks = share(remaining, limits.max_step_tokens)
-        return Deal(StepMode.ON_DEMAND, chunks, True)
+        return Deal(share(remaining, limits.max_step_tokens), [0] * len(remaining))
     shorts = pick_shorts(remaining, min(threshold, limits.max_step_tokens))
-    has_longs = any(not short for short in shorts)
-    has_on_demand = has_decodes or any(shorts)
-    if not has_longs or (last_mode is StepMode.PASS and has_on_demand):
-        return Deal(StepMode.ON_DEMAND, shorts, True)
     longs = [0 if short else tokens for tokens, short in zip(remaining, shorts, strict=True)]
-    return Deal(StepMode.PASS, fill(longs, limits.max_pass_tokens), False)
+    return Deal(shorts, fill(longs, limits.max_pass_tokens))
 
 
 def share(remaining: Sequence[int], budget: int) -> list[int]:

@@ -23,8 +23,9 @@ class Counters:
     cached_tokens: int = 0  # of the prompts, found in the cache
     output_tokens: int = 0
     preemptions: int = 0
-    steps: int = 0  # a pass that was left between layers counts as several
+    steps: int = 0  # each part of a pass is one
     steps_pass: int = 0
+    passes: int = 0
     steps_failed: int = 0
     step_us: int = 0
     step_us_pass: int = 0  # the part of it that passes took

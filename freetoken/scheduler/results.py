@@ -56,10 +56,11 @@ class ResultRows:
 
     def deal(self, step: Step) -> None:
         """Extends first, then decodes. Void rows only learn that their k/v are computed."""
+        for request in step.extending():
+            self._count_cost(request)
         at = 0
         for request, kv_len, is_last in step.extends:
             request.kv_len = kv_len
-            self._count_cost(request)
             if not request.is_void:
                 self._extended(request, step, is_last)
                 if is_last:

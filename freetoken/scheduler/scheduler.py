@@ -24,6 +24,7 @@ from freetoken.scheduler.counters import Counters
 from freetoken.scheduler.intake import Intake
 from freetoken.scheduler.ledger import Ledger
 from freetoken.scheduler.open import OpenRequests
+from freetoken.scheduler.pace import Fairness, Pace
 from freetoken.scheduler.results import Outputs, ResultRows
 from freetoken.scheduler.roster import Roster
 from freetoken.scheduler.steps import Step, StepDraft
@@ -31,7 +32,6 @@ from freetoken.wire.messages import (
     Accepted,
     Failed,
     FinishReason,
-    StepMode,
     StepPlan,
     StepResult,
     Submit,
@@ -42,6 +42,7 @@ from freetoken.wire.messages import (
 _log = log.get(__name__)
 
 MAX_IN_FLIGHT = 2
+DEFAULT_FAIRNESS = Fairness()
 RETRY_UNAVAILABLE_S = 5.0
 
 
@@ -51,6 +52,7 @@ class _Engine:
 
     worker: WorkerReady
     limits: StepLimits
+    pace: Pace
     roster: Roster
     requests: OpenRequests
 
@@ -59,17 +61,21 @@ class Scheduler:
     """`make_seed` gives seeds to requests without one."""
 
     def __init__(
-        self, max_queued_requests: int, max_queued_tokens: int, make_seed: Callable[[], int]
+        self,
+        max_queued_requests: int,
+        max_queued_tokens: int,
+        make_seed: Callable[[], int],
+        fairness: Fairness = DEFAULT_FAIRNESS,
     ) -> None:
         self.counters = Counters()
         self.last_token_s: float | None = None  # when a token last came through this worker
         self._max_queued = (max_queued_requests, max_queued_tokens)
         self._intake = Intake(make_seed)
+        self._fairness = fairness
         self._likely = LikelyOutput()
         self._engine: _Engine | None = None
         self._steps: deque[Step] = deque()
         self._next_step = 0
-        self._last_mode = StepMode.ON_DEMAND
         self._unavailable = "no worker is ready"
 
     # ------------------------------------------------------------ state
@@ -134,8 +140,9 @@ class Scheduler:
         limits = StepLimits(
             worker.max_step_tokens, worker.max_pass_tokens, worker.max_on_demand_tokens
         )
+        requests = OpenRequests(roster, self.counters)
         self.last_token_s = None
-        self._engine = _Engine(worker, limits, roster, OpenRequests(roster, self.counters))
+        self._engine = _Engine(worker, limits, Pace(self._fairness), roster, requests)
 
     def detach(self, reason: str, now_s: float) -> list[tuple[bytes, Failed]]:
         """The worker is lost, and with it every page: all open requests fail."""
@@ -207,22 +214,21 @@ class Scheduler:
             return None
         roster = engine.roster
         roster.admit()
-        draft = StepDraft(self._next_step, now_s)
-        draft.fill(roster, self._last_mode, engine.limits)
+        draft = StepDraft(self._next_step, now_s, engine.limits, engine.worker.num_layers)
+        draft.fill(roster, engine.pace)
         if draft.is_empty:
             has_work = roster.num_running or roster.queue.num_requests
             assert self._steps or not has_work, "requests wait for what cannot happen"
             return None
         self._next_step += 1
-        self._last_mode = draft.step.mode
         self._steps.append(draft.step)
         forget_rows, roster.forget_rows = roster.forget_rows, []
         return draft.finish(engine.worker.epoch, forget_rows)
 
     def apply(self, result: StepResult, now_s: float) -> Outputs | None:
-        """Take the result of the oldest step in flight; None, and no effect, if it is another's."""
+        """Take the result of a step in flight; None, and no effect, if it is another's."""
         engine = self._engine
-        if engine is None or not self._steps or result.step_id != self._steps[0].step_id:
+        if engine is None or not self._catch_up(result.step_id):
             return None
         step = self._steps[0]
         if not _matches(result, step):
@@ -230,6 +236,9 @@ class Scheduler:
             return self.fail_step(step.step_id, what, now_s)
         self._steps.popleft()
         self.counters.count(result)
+        self.counters.passes += step.is_last_part
+        if step.charge is not None:
+            engine.pace.settle(step.charge, result.stats.step_us / 1e3)
         threshold = result.max_on_demand_tokens
         if threshold != engine.limits.max_on_demand_tokens:
             engine.limits = replace(engine.limits, max_on_demand_tokens=threshold)
@@ -242,12 +251,12 @@ class Scheduler:
         return rows.outputs
 
     def fail_step(self, step_id: int | None, message: str, now_s: float) -> Outputs | None:
-        """The oldest step in flight failed, and with it its rows; the others go on. Rows that
-        decoded beside an extend, which asks for more, extend again instead.
-        None, and no effect, if `step_id` is another step (None: the oldest, whichever it is).
+        """A step in flight failed, and with it its rows; the others go on. Rows that decoded
+        beside an extend, which asks for more, extend again instead.
+        None, and no effect, if `step_id` is no step in flight (None: the oldest one).
         """
         engine = self._engine
-        if engine is None or not self._steps or step_id not in (None, self._steps[0].step_id):
+        if engine is None or not self._catch_up(step_id):
             return None
         step = self._steps.popleft()
         self.counters.steps_failed += 1
@@ -267,6 +276,28 @@ class Scheduler:
                 outputs.probe_failed = True
         self._close_step(engine, step)
         return outputs
+
+    def _catch_up(self, step_id: int | None) -> bool:
+        """Make `step_id` the oldest step in flight; False if it is none. The worker answers in
+        order: of those before it the results were lost on their way."""
+        if not self._steps or step_id not in (None, *(step.step_id for step in self._steps)):
+            return False
+        while step_id not in (None, self._steps[0].step_id):
+            self.lose_result()
+        return True
+
+    def lose_result(self) -> None:
+        """The result of the oldest step in flight will not come. Its rows extend again, as after
+        a preemption: the same tokens are drawn."""
+        engine = self._engine
+        assert engine is not None
+        step = self._steps.popleft()
+        _log.warning(log.event("step.lost", step=step.step_id))
+        for request in step.requests():
+            request.keeps = False
+            if not request.is_void:
+                engine.roster.start_over(request)
+        self._close_step(engine, step)
 
     def _close_step(self, engine: _Engine, step: Step) -> None:
         for copy in step.copies:

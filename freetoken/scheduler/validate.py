@@ -80,7 +80,14 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
 def fault_of(ready: WorkerReady) -> str | None:
     """What is wrong with a worker's capacities, or None: a context that the pool cannot hold
     would leave a row without pages."""
-    positive = ("num_pages", "page_size", "max_rows", "max_step_tokens", "max_pass_tokens")
+    positive = (
+        "num_pages",
+        "page_size",
+        "max_rows",
+        "num_layers",
+        "max_step_tokens",
+        "max_pass_tokens",
+    )
     for name in positive:
         if getattr(ready, name) < 1:
             return f"{name} is {getattr(ready, name)}, it must be at least 1"

@@ -131,18 +131,13 @@ class StepGraphs:
         self._device = rows.last_tokens.device
         layouts = [self._layout(count) for count in buckets_up_to(max_tokens)]
         self._num_bytes = max(self._layout(max_tokens).num_bytes, layouts[-1].num_bytes)
-        num_samples = layouts[-1].num_samples
+        num_samples = min(max_tokens, rows.max_rows)
         num_outputs = NUM_COUNTERS + num_samples
         self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
         self._outputs = torch.zeros(num_outputs, dtype=torch.int64, device=self._device)
         self._logits = torch.zeros((num_samples, vocab_size), device=self._device)
         self._buckets = [self._place(layout) for layout in layouts]
         self._seats: list[_Seat] = []
-
-    @property
-    def static_bytes(self) -> int:
-        """Device memory of the static buffers."""
-        return self._buffer.nbytes + self._outputs.nbytes + self._logits.nbytes
 
     @torch.inference_mode()
     def capture(self, report: Callable[[int, int], None]) -> None:
@@ -178,6 +173,10 @@ class StepGraphs:
             self._run(bucket.inputs, ())
         return graph
 
+    def drop(self) -> None:
+        """Run steps as they are."""
+        self._buckets = [replace(bucket, graph=None) for bucket in self._buckets]
+
     def enqueue(self, work: Work) -> list[Enqueued]:
         """Queue a step of at least one token, in smaller pieces if memory is short."""
         parts, todo = [], deque(pieces_of(work, self._piece.num_tokens))
@@ -197,6 +196,8 @@ class StepGraphs:
         """Queue the way home of what a pass has drawn; None: it goes on."""
         if sampled is not None:
             self._take(row_ids, sampled)
+        # A pass leaves them alone, but others may have changed them since the last step.
+        self._count()
         logprobs = None if sampled is None else sampled.logprobs
         return self._send(row_ids, logprobs, self._take_seat())
 
@@ -226,6 +227,9 @@ class StepGraphs:
         )
         last_tokens.index_copy_(0, inputs.sampled_rows, tokens.clamp(min=0))
         self._outputs[NUM_COUNTERS : NUM_COUNTERS + len(tokens)].copy_(tokens)
+        self._count()
+
+    def _count(self) -> None:
         counters = self._model.counters
         if counters is not None:
             self._outputs[:NUM_COUNTERS].copy_(counters)

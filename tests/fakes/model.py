@@ -15,6 +15,7 @@ from freetoken.wire.messages import (
     Extend,
     Logprobs,
     Sampling,
+    StepMode,
     StepPlan,
     StepResult,
     StepStats,
@@ -74,10 +75,20 @@ class _Row:
 
 
 @dataclass(slots=True)
+class _OpenPass:
+    extends: tuple[Extend, ...]
+    at: int
+
+    def row_ids(self) -> set[int]:
+        return {extend.row_id for extend in self.extends}
+
+
+@dataclass(slots=True)
 class FakeModel:
     """Runs step plans over `num_pages` pages. Asserts that each plan makes sense.
 
-    With `reply`, row outputs are these tokens and then a stop id, whatever the k/v.
+    With `reply`, row outputs are these tokens and then a stop id, whatever the k/v. A pass stores
+    its k/v with its last part.
     """
 
     num_pages: int
@@ -86,6 +97,9 @@ class FakeModel:
     vocab_size: int
     reply: tuple[int, ...] | None = None
     expert_bytes_per_token: int = 0
+    expert_bytes_per_part: int = 0  # of a pass
+    num_layers: int = 1
+    opened: _OpenPass | None = None
     rows: dict[int, _Row] = field(default_factory=dict)
     pages: list[list[int | None]] = field(default_factory=list)
     num_extended: int = 0
@@ -96,12 +110,11 @@ class FakeModel:
     def run(self, plan: StepPlan) -> StepResult:
         """One step, in the order StepPlan names."""
         self._prepare(plan)
-        sampled = [e.row_id for e in plan.extends if self._extend(e)]
-        positions = unpack_ids(plan.decode_positions)
-        decodes = unpack_ids(plan.decode_rows)
-        for row_id, position in zip(decodes, positions, strict=True):
-            self._decode(self.rows[row_id], position)
-        sampled += decodes
+        if plan.mode is StepMode.PASS:
+            sampled = self._pass(plan)
+        else:
+            assert plan.layers == (0, 0), "an on-demand step runs all layers"
+            sampled = self._on_demand(plan)
         assert len(set(sampled)) == len(sampled), "a row samples twice"
         tokens = [self._sample(self.rows[row_id]) for row_id in sampled]
         return self._result(plan, sampled, tokens)
@@ -109,11 +122,59 @@ class FakeModel:
     def fail(self, plan: StepPlan) -> None:
         """The same, but the forward fails: no k/v is stored, and its rows are lost."""
         self._prepare(plan)
-        for row_id in [*(e.row_id for e in plan.extends), *unpack_ids(plan.decode_rows)]:
+        self._break([*(e.row_id for e in plan.extends), *unpack_ids(plan.decode_rows)])
+
+    def _break(self, row_ids: Sequence[int]) -> None:
+        """These rows are void from now on, and so is a pass that has one of them."""
+        broken = set(row_ids)
+        if self.opened is not None and not broken.isdisjoint(self.opened.row_ids()):
+            broken |= self.opened.row_ids()
+            self.opened = None
+        for row_id in broken & self.rows.keys():
             self.rows[row_id].is_broken = True
+
+    def _on_demand(self, plan: StepPlan) -> list[int]:
+        sampled = [e.row_id for e in plan.extends if self._extend(e)]
+        positions = unpack_ids(plan.decode_positions)
+        decodes = unpack_ids(plan.decode_rows)
+        if self.opened is not None:
+            others = {*(e.row_id for e in plan.extends), *decodes}
+            assert others.isdisjoint(self.opened.row_ids()), "a row of the open pass makes a step"
+        for row_id, position in zip(decodes, positions, strict=True):
+            self._decode(self.rows[row_id], position)
+        return [*sampled, *decodes]
+
+    def _pass(self, plan: StepPlan) -> list[int]:
+        """A part; the rows that it samples, if it is the last."""
+        assert not plan.decode_rows, "a pass takes no decode rows"
+        lo, hi = plan.layers if plan.layers != (0, 0) else (0, self.num_layers)
+        assert 0 <= lo < hi <= self.num_layers, f"layers [{lo}, {hi}) of {self.num_layers}"
+        is_last = hi == self.num_layers
+        sampled = [e.row_id for e in plan.extends if e.is_last] if is_last else []
+        if lo and all(self.rows[e.row_id].is_broken for e in plan.extends):
+            return sampled
+        if lo == 0:
+            assert self.opened is None, "a second pass begins"
+            assert all(extend.token_ids for extend in plan.extends), "an empty extend"
+            self.opened = _OpenPass(plan.extends, 0)
+        opened = self.opened
+        assert opened is not None, "a pass goes on that is not open"
+        assert opened.at == lo, f"a pass waits before layer {opened.at}, the plan says {lo}"
+        if lo:
+            again = [(e.row_id, e.cached_len, e.is_last, b"") for e in opened.extends]
+            named = [(e.row_id, e.cached_len, e.is_last, e.token_ids) for e in plan.extends]
+            assert again == named, "a pass goes on with other rows than it began with"
+        opened.at = hi
+        if is_last:
+            self.opened = None
+            for extend in opened.extends:
+                self._extend(extend)
+        return sampled
 
     def _prepare(self, plan: StepPlan) -> None:
         for row_id in unpack_ids(plan.forget_rows):
+            if self.opened is not None and row_id in self.opened.row_ids():
+                self._break([row_id])
             self.rows.pop(row_id, None)
         for source, destination in plan.page_copies:
             self.pages[destination] = list(self.pages[source])
@@ -186,7 +247,10 @@ class FakeModel:
                 for token, count in zip(tokens, wanted, strict=True)
             )
         num_tokens = sum(len(e.token_ids) // 4 for e in plan.extends) + len(plan.decode_rows) // 4
-        stats = StepStats(step_us=1000, expert_bytes=num_tokens * self.expert_bytes_per_token)
+        expert_bytes = num_tokens * self.expert_bytes_per_token
+        if plan.mode is StepMode.PASS:
+            expert_bytes += self.expert_bytes_per_part
+        stats = StepStats(step_us=1000, expert_bytes=expert_bytes)
         return StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,

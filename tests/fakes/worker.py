@@ -29,7 +29,9 @@ from freetoken.wire.messages import (
     Refused,
     Role,
     Shutdown,
+    StepMode,
     StepPlan,
+    StepResult,
     Welcome,
     WorkerFailed,
     WorkerReady,
@@ -46,17 +48,22 @@ class WorkerScript:
     page_size: int = 16
     max_rows: int = 8
     context_tokens: int | None = None  # default: the whole pool
+    context_flag: str = "--context-tokens"
     window: int | None = None  # default: wide enough
     vocab_size: int = 256
     max_step_tokens: int = 64
     max_pass_tokens: int = 256
     max_on_demand_tokens: int | None = None
     reply: tuple[int, ...] | None = None
-    step_ms: float = 0.0
+    num_layers: int = 1
+    step_ms: float = 0.0  # a step, and
+    token_ms: float = 0.0  # more for each token that it extends on demand
+    layer_ms: float = 0.0  # a layer of a pass; 0: a part is like any step
     load_s: float = 0.0
     fail_steps: tuple[int, ...] = ()  # answered with WorkerFailed(step)
     garbage_steps: tuple[int, ...] = ()  # a malformed frame goes before the result
     wrong_steps: tuple[int, ...] = ()  # the result names other rows
+    lost_steps: tuple[int, ...] = ()  # a malformed frame comes instead of the result
     stall_step: int | None = None  # never ends, until released
     die_step: int | None = None  # WorkerFailed(process), then exit
     kill_step: int | None = None  # exit without a word
@@ -103,7 +110,7 @@ class FakeWorker:
 
     def _serve(self, beats: BeatClient) -> int:
         while not self._stopping.is_set():
-            self._model = self._make_model()
+            self._model = make_model(self.script)
             self._dealer.send(Hello(PROTOCOL_VERSION, Role.WORKER, self._name, os.getpid()))
             code = self._live(beats)
             if code is not None:
@@ -161,8 +168,9 @@ class FakeWorker:
             return 1
         if number == script.stall_step:
             self.released.wait()
-        if script.step_ms:
-            self._stopping.wait(script.step_ms / 1e3)
+        took_ms = duration_ms(script, plan)
+        if took_ms:
+            self._stopping.wait(took_ms / 1e3)
         if number in script.fail_steps:
             self._model.fail(plan)
             self._fail(FailureScope.STEP, plan, "out of fake memory")
@@ -171,22 +179,44 @@ class FakeWorker:
         if number in script.garbage_steps:
             self._socket.send(b"\xc1 no message")
             self._socket.send_multipart([b"two", b"frames"])
+        if number in script.lost_steps:
+            self._socket.send(b"\xc1 no message")
+            return None
         if number in script.wrong_steps:
             result = msgspec.structs.replace(result, row_ids=result.row_ids + b"\0\0\0\0")
-        threshold = script.max_on_demand_tokens
-        self._dealer.send(msgspec.structs.replace(result, max_on_demand_tokens=threshold))
+        self._dealer.send(finish(script, plan, result))
         return None
 
     def _fail(self, scope: FailureScope, plan: StepPlan, message: str) -> None:
         step_id = plan.step_id if scope is FailureScope.STEP else None
         self._dealer.send(WorkerFailed(scope, plan.epoch, step_id, message))
 
-    def _make_model(self) -> FakeModel:
-        s = self.script
-        return FakeModel(s.num_pages, s.page_size, s.max_rows, s.vocab_size, s.reply)
-
     def _ready(self, epoch: int) -> WorkerReady:
         return make_ready(self.script, epoch)
+
+
+def make_model(script: WorkerScript) -> FakeModel:
+    s = script
+    size = (s.num_pages, s.page_size, s.max_rows, s.vocab_size)
+    return FakeModel(*size, s.reply, num_layers=s.num_layers)
+
+
+def duration_ms(script: WorkerScript, plan: StepPlan) -> float:
+    """What such a worker takes for a step."""
+    if plan.mode is StepMode.PASS and script.layer_ms:
+        return (plan.layers[1] - plan.layers[0]) * script.layer_ms
+    num_tokens = sum(len(extend.token_ids) // 4 for extend in plan.extends)
+    return script.step_ms + num_tokens * script.token_ms
+
+
+def finish(script: WorkerScript, plan: StepPlan, result: StepResult) -> StepResult:
+    """The model's result as such a worker sends it."""
+    took_us = round(1e3 * duration_ms(script, plan)) or result.stats.step_us
+    return msgspec.structs.replace(
+        result,
+        stats=msgspec.structs.replace(result.stats, step_us=took_us),
+        max_on_demand_tokens=script.max_on_demand_tokens,
+    )
 
 
 def make_ready(script: WorkerScript, epoch: int = 1) -> WorkerReady:
@@ -200,8 +230,9 @@ def make_ready(script: WorkerScript, epoch: int = 1) -> WorkerReady:
         max_rows=script.max_rows,
         window=script.window or max(context, 1 << 17),
         context_tokens=context,
+        context_flag=script.context_flag,
         vocab_size=script.vocab_size,
-        num_layers=1,
+        num_layers=script.num_layers,
         max_step_tokens=script.max_step_tokens,
         max_pass_tokens=script.max_pass_tokens,
         max_on_demand_tokens=script.max_on_demand_tokens,
@@ -222,7 +253,8 @@ def _parse(arguments: list[str]) -> tuple[Path, WorkerScript]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     for name in ("stall_step", "die_step", "kill_step"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    for name in ("step_ms", "load_s"):
+    parser.add_argument("--num-layers", type=int)
+    for name in ("step_ms", "token_ms", "layer_ms", "load_s"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float)
     for name in ("reply", "fail_steps", "garbage_steps", "wrong_steps"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=_ints, help="a,b,c")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 import msgspec
 
+from freetoken.scheduler.pace import Fairness
 from freetoken.scheduler.results import Outputs
 from freetoken.scheduler.scheduler import Scheduler
 from freetoken.wire.messages import (
@@ -21,8 +22,8 @@ from freetoken.wire.messages import (
     pack_ids,
     unpack_ids,
 )
-from tests.fakes.model import FakeModel, complete
-from tests.fakes.worker import WorkerScript, make_ready
+from tests.fakes.model import complete
+from tests.fakes.worker import WorkerScript, finish, make_model, make_ready
 
 API = b"api-1"
 
@@ -33,18 +34,26 @@ def sampling(**fields: object) -> Sampling:
 
 
 class Driver:
-    """`now_s` advances by a millisecond with every step; `check()` runs after every event."""
+    """`now_s` advances with every step by what the script says, or a millisecond; `check()` runs
+    after every event."""
 
-    def __init__(self, script: WorkerScript, max_queued: tuple[int, int] = (1000, 10**6)) -> None:
+    def __init__(
+        self,
+        script: WorkerScript,
+        max_queued: tuple[int, int] = (1000, 10**6),
+        fairness: Fairness | None = None,
+    ) -> None:
         self.script = script
         self.now_s = 0.0
         seeds = count(1)
-        self.scheduler = Scheduler(*max_queued, lambda: next(seeds))
-        self.model = self._make_model()
+        self.scheduler = Scheduler(*max_queued, lambda: next(seeds), fairness or Fairness())
+        self.model = make_model(script)
         self.scheduler.attach(make_ready(script))
         self.plans: list[StepPlan] = []
+        self.fails: Callable[[StepPlan], bool] = lambda plan: False
         self.in_flight: deque[StepResult | int] = deque()  # an int: the step that failed
         self.deltas: dict[str, list[TokenDelta]] = {}
+        self.token_s: dict[str, list[float]] = {}  # when each token came
         self.failed: dict[str, Failed] = {}
         self.accepted: dict[str, Accepted] = {}
         self.sampling_of: dict[str, Sampling] = {}
@@ -66,6 +75,7 @@ class Driver:
         if isinstance(answer, Accepted):
             self.accepted[request_id] = answer
             self.deltas[request_id] = []
+            self.token_s[request_id] = []
             self.sampling_of[request_id] = message.sampling
         else:
             self.failed[request_id] = answer
@@ -84,22 +94,28 @@ class Driver:
         self.scheduler.check()
         if plan is not None:
             self.plans.append(plan)
-            if fails:
+            if fails or self.fails(plan):
                 self.model.fail(plan)
                 self.in_flight.append(plan.step_id)
                 return plan
             result = self.model.run(plan)
-            threshold = self.script.max_on_demand_tokens
-            self.in_flight.append(msgspec.structs.replace(result, max_on_demand_tokens=threshold))
+            self.in_flight.append(finish(self.script, plan, result))
         return plan
 
     def apply(self) -> None:
-        self.now_s += 0.001
         back = self.in_flight.popleft()
+        self.now_s += 0.001 if isinstance(back, int) else back.stats.step_us / 1e6
         if isinstance(back, int):
             self._take(self.scheduler.fail_step(back, "out of memory", self.now_s))
         else:
             self._take(self.scheduler.apply(back, self.now_s))
+
+    def lose_result(self) -> None:
+        """The oldest one does not arrive. It is missed when the next does, or when none is left."""
+        self.in_flight.popleft()
+        while not self.in_flight and self.scheduler.num_in_flight:
+            self.scheduler.lose_result()
+        self.scheduler.check()
 
     def lose_worker(self) -> list[tuple[bytes, Failed]]:
         """The worker dies and another takes its place."""
@@ -108,13 +124,9 @@ class Driver:
         for _, message in failed:
             assert not self.is_done(message.request_id)
             self.failed[message.request_id] = message
-        self.model = self._make_model()
+        self.model = make_model(self.script)
         self.scheduler.attach(make_ready(self.script))
         return failed
-
-    def _make_model(self) -> FakeModel:
-        s = self.script
-        return FakeModel(s.num_pages, s.page_size, s.max_rows, s.vocab_size)
 
     def step(self) -> bool:
         """Plan up to two steps ahead and take one result; False when all is done."""
@@ -144,6 +156,7 @@ class Driver:
     def _note(self, delta: TokenDelta) -> None:
         assert not self.is_done(delta.request_id), "a delta after the terminal message"
         self.deltas[delta.request_id].append(delta)
+        self.token_s[delta.request_id] += [self.now_s] * (len(delta.token_ids) // 4)
 
     # ------------------------------------------------------------ what came out
 

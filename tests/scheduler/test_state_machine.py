@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from freetoken.scheduler.pace import Fairness
 from freetoken.wire.messages import Accepted, Failed, Sampling
 from tests.fakes.model import complete
 from tests.fakes.worker import WorkerScript
@@ -25,25 +26,34 @@ APIS = (b"api-1", b"api-2")
 
 scripts = st.builds(
     WorkerScript,
-    num_pages=st.integers(3, 14),
+    num_pages=st.one_of(st.integers(3, 14), st.integers(20, 50)),
     page_size=st.sampled_from([1, 3, 4, 16]),
     max_rows=st.integers(1, 5),
     vocab_size=st.just(VOCAB),
     max_step_tokens=st.sampled_from([1, 4, 7, 64]),
     max_pass_tokens=st.sampled_from([8, 64]),
-    max_on_demand_tokens=st.sampled_from([None, None, 0, 3]),
+    max_on_demand_tokens=st.sampled_from([None, None, 0, 0, 3, 3]),
+    num_layers=st.sampled_from([1, 3, 8, 8]),
+    step_ms=st.sampled_from([1.0, 30.0]),
+    token_ms=st.sampled_from([0.0, 20.0]),
+    layer_ms=st.sampled_from([0.5, 25.0, 400.0]),
+)
+fairnesses = st.builds(
+    Fairness,
+    max_stall_ms=st.sampled_from([1.0, 250.0]),
+    decode_share=st.sampled_from([0.0, 0.2, 0.9]),
 )
 
 
 class Lives(RuleBasedStateMachine):
     """What each request must say is computed when it is accepted."""
 
-    @initialize(script=scripts, cut=st.sampled_from([0, 0, 1, 2]))
-    def begin(self, script: WorkerScript, cut: int) -> None:
-        context = max(2, script.num_pages * script.page_size - cut)
+    @initialize(script=scripts, cut=st.sampled_from([0, 0, 1, 2]), fairness=fairnesses)
+    def begin(self, script: WorkerScript, cut: int, fairness: Fairness) -> None:
+        context = max(2, min(script.num_pages * script.page_size, 100) - cut)
         script = WorkerScript(**{**vars(script), "context_tokens": context})
         self.context = context
-        self.driver = Driver(script)
+        self.driver = Driver(script, fairness=fairness)
         self.number = 0
         self.api_of: dict[str, bytes] = {}
         self.expected: dict[str, list[int]] = {}
@@ -69,10 +79,20 @@ class Lives(RuleBasedStateMachine):
         temperature: float,
         max_tokens: int | None,
     ) -> None:
-        prompt = data.draw(self._prompts())
+        fields = {"stop_ids": stop, "temperature": temperature}
+        self._submit(data.draw(self._prompts()), max_tokens, api, salt, priority, **fields)
+
+    def _submit(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        api: bytes = APIS[0],
+        salt: str | None = None,
+        priority: int = 0,
+        **fields: object,
+    ) -> None:
         self.number += 1
         request_id = f"r{self.number}"
-        fields = {"stop_ids": stop, "temperature": temperature}
         answer = self.driver.submit(
             request_id, prompt, max_tokens, api=api, salt=salt, priority=priority, **fields
         )
@@ -101,6 +121,14 @@ class Lives(RuleBasedStateMachine):
             st.lists(st.integers(0, VOCAB - 1), max_size=6),
         )
         return st.one_of(fresh, turns)
+
+    @precondition(lambda self: self.driver.script.max_on_demand_tokens is not None)
+    @rule(data=st.data(), lengths=st.lists(st.integers(1, 30), min_size=2, max_size=4))
+    def submit_some(self, data: st.DataObject, lengths: list[int]) -> None:
+        """Long ones pass, while short ones decode."""
+        for length in lengths:
+            prompt = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+            self._submit(prompt, 20)
 
     @rule()
     def plan(self) -> None:
@@ -136,6 +164,13 @@ class Lives(RuleBasedStateMachine):
             self.abandoned |= mine
             self.driver.scheduler.check()
 
+    @precondition(lambda self: self.driver.in_flight)
+    @rule(chance=st.integers(0, 2))
+    def lose_result(self, chance: int) -> None:
+        """It is missed when the next one comes, or when it is overdue."""
+        if chance == 0:
+            self.driver.lose_result()
+
     @rule(chance=st.integers(0, 9))
     def lose_worker(self, chance: int) -> None:
         if chance:
@@ -157,7 +192,7 @@ class Lives(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         driver = self.driver
-        driver.run(5000)
+        driver.run(10_000)
         assert not self._open(), "a request has no terminal message"
         for request_id, expected in self.expected.items():
             text = driver.text(request_id)
@@ -179,7 +214,7 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -187,9 +222,10 @@ TestLives.settings = settings(
 )
 
 
+@pytest.mark.parametrize("num_layers", [1, 6])
 @pytest.mark.parametrize(("page_size", "num_pages"), [(1, 40), (3, 14), (16, 7)])
 def test_five_thousand_random_operations_leave_every_text_as_in_a_cold_run(
-    page_size: int, num_pages: int
+    page_size: int, num_pages: int, num_layers: int
 ) -> None:
     """The same kinds of events in one long life, where caches are warm and pools always full."""
     rng = random.Random(page_size)
@@ -199,8 +235,10 @@ def test_five_thousand_random_operations_leave_every_text_as_in_a_cold_run(
         max_rows=6,
         vocab_size=40,
         max_step_tokens=9,
-        max_on_demand_tokens=rng.choice([None, 4]),
+        max_on_demand_tokens=rng.choice([None, 4]) if num_layers == 1 else 4,
         max_pass_tokens=20,
+        num_layers=num_layers,
+        layer_ms=40.0,
     )
     driver = Driver(script)
     context = page_size * num_pages

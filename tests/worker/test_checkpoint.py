@@ -158,7 +158,9 @@ def test_rope_that_grows_with_the_context_is_refused_beyond_its_window(tmp_path)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     tiny.save(tiny.make_model(config), tmp_path)
     longer = {"max_seq_len_override": 512, "num_tokens": 512}
-    with pytest.raises(EngineError, match=r"cannot serve 512 .* lower --context-tokens"):
+    with pytest.raises(
+        EngineError, match=r"cannot serve 512 .* ask for a smaller context or KV pool"
+    ):
         start_worker(tmp_path, **longer)
     assert start_worker(tmp_path, **longer | {"num_tokens": 256}).ready.context_tokens == 256
 
@@ -203,6 +205,7 @@ def test_a_window_that_does_not_fit_the_pool_is_warned_of_with_the_flag(
     assert "128 tokens (reserve 128, window 256, resident experts 100 %)" in lines[0].message
     assert lines[0].message.endswith(f"; {flag} uses the whole window")
     assert started.ready.context_tokens == 128
+    assert started.ready.context_flag == flag.split()[0]
     text = "\n".join(record.message for record in caplog.records)
     assert "requested" in text
     assert next(f"{name}={value}" for name, value in pool.items()) in text

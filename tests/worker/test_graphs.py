@@ -130,6 +130,18 @@ def test_counters_of_queued_steps_are_those_of_each_step(path):
     assert result.stats.slot_hits + result.stats.slot_misses in (0, 3 * 8)
 
 
+def test_a_pass_before_any_step_counts_nothing_of_the_steps_before_the_slots_were_filled(path):
+    """As at a start where every step is a pass: on demand there was only the warm-up."""
+    runner = make_runner(path, queues_steps=True)
+    runner.execute(start_plan(0, PROMPT[:5], 0, num_pages=10))
+    runner.forget_all()
+    runner._model.fill_slots()
+    prompt = start_plan(0, PROMPT, 0, num_pages=10, mode=StepMode.PASS)
+    stats = [runner.execute(plan).stats for plan in (prompt, decode_plan({0: len(PROMPT)}))]
+    assert stats[0].slot_hits + stats[0].slot_misses in (0, 3 * 8)
+    assert all(min(s.slot_hits, s.slot_misses, s.expert_bytes) >= 0 for s in stats)
+
+
 def test_buckets_reach_the_largest_step():
     assert buckets_up_to(1) == (1,)
     assert buckets_up_to(36) == (1, 2, 4, 8, 16, 32, 64)
