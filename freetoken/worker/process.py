@@ -103,6 +103,7 @@ def serve(config: Config, source: ModelSource) -> None:
         link.say_failed(str(error))
         raise
     finally:
+        gc.unfreeze()
         link.close()
 
 
