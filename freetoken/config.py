@@ -95,10 +95,15 @@ class Config(BaseModel):
         ),
     ] = None
     max_queued_requests: Annotated[
-        int, Field(ge=1, description="waiting requests beyond which new ones get 429")
+        int,
+        Field(ge=1, description="waiting requests beyond which new ones get 429 with Retry-After"),
     ] = 1024
     max_queued_tokens: Annotated[
-        int, Field(ge=1, description="waiting prompt tokens beyond which new requests get 429")
+        int,
+        Field(
+            ge=1,
+            description="waiting prompt tokens beyond which new requests get 429 with Retry-After",
+        ),
     ] = 4_194_304
 
     # ---- fairness: a long prompt's pass beside the streams that run

@@ -155,8 +155,8 @@ def _check_together(request: SamplingFields) -> None:
     """Rules over more than one field, and lengths."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", "stream_options")
-    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise invalid(f"top_logprobs={request.top_logprobs} needs logprobs=true", "top_logprobs")
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
     stops = stop_strings(request)
     if len(stops) > MAX_STOPS:
         raise invalid(f"stop has {len(stops)} strings, the limit is {MAX_STOPS}", "stop")
@@ -166,6 +166,17 @@ def _check_together(request: SamplingFields) -> None:
                 f"a stop string has {len(string)} characters, it needs 1 to {MAX_STOP_CHARS}",
                 "stop",
             )
+
+
+def _check_chat(request: ChatRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        raise invalid(f"top_logprobs={request.top_logprobs} needs logprobs=true", "top_logprobs")
+    old, new = request.max_tokens, request.max_completion_tokens
+    if None not in (old, new) and old != new:
+        raise invalid(
+            f"max_tokens={old} and max_completion_tokens={new} contradict each other; send one",
+            "max_tokens",
+        )
 
 
 def stop_strings(request: SamplingFields) -> list[str]:

@@ -32,7 +32,7 @@ def check_rope(model: nn.Module, context_tokens: int) -> None:
             if "dynamic" in kind and context_tokens > limit:
                 raise EngineError(
                     f"rope type {kind} cannot serve {context_tokens} tokens of context: its "
-                    f"frequencies would change beyond {limit}; lower --context-tokens"
+                    f"frequencies would change beyond {limit}; ask for a smaller context or KV pool"
                 )
 
 

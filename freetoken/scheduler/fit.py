@@ -82,8 +82,11 @@ def fit(need: Need, capacity: Capacity) -> Verdict:
     return Now()
 
 
-def explain(never: Never, num_tokens: int, capacity: Capacity, window: int) -> str:
-    """The refusal for people: what is needed, what there is, and the remedy."""
+def explain(never: Never, num_tokens: int, capacity: Capacity, window: int, flag: str) -> str:
+    """The refusal for people: what is needed, what there is, and the remedy.
+
+    `flag`: the option that sets the context; empty if nothing raises it.
+    """
     n, size = capacity.context_tokens, capacity.page_size
     if never.resource is Resource.ROWS:
         return (
@@ -91,13 +94,13 @@ def explain(never: Never, num_tokens: int, capacity: Capacity, window: int) -> s
             "raise --max-rows"
         )
     output = " and at least one token of output" if num_tokens == n else ""
+    remedy = f"raise {flag} or shorten the prompt" if flag else "shorten the prompt"
     if n >= window:
         return (
-            f"prompt needs {num_tokens} tokens{output}, the model's window holds {window}; "
-            "shorten the prompt"
+            f"prompt needs {num_tokens} tokens{output}, the model's window holds {window}; {remedy}"
         )
     pages = num_pages_for(num_tokens, size)
-    return (
-        f"prompt needs {num_tokens} tokens ({pages} pages of {size}){output}, the pool holds "
-        f"{n} ({n // size}); raise --context-tokens or shorten the prompt"
-    )
+    pool = f"the pool holds {n} ({n // size})"
+    if num_tokens >= window:
+        pool, remedy = f"{pool}, the model's window {window}", "shorten the prompt"
+    return f"prompt needs {num_tokens} tokens ({pages} pages of {size}){output}, {pool}; {remedy}"

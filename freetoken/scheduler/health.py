@@ -76,7 +76,7 @@ class Health:
         if not signs.has_worker:
             return self._loading
         since_s = signs.oldest_step_s
-        if since_s is not None and now_s - since_s > self._stall_timeout_s:
+        if since_s is not None and self.is_overdue(since_s, now_s):
             return Status(Phase.STALLED, f"a step is out for {now_s - since_s:.0f} s")
         if signs.last_token_s is None:
             detail = f"probe failed: {self._failure}" if self._failure else "first token"
@@ -84,6 +84,10 @@ class Health:
         if self._failure:
             return Status(Phase.STALLED, f"probe failed: {self._failure}")
         return Status(Phase.READY, "")
+
+    def is_overdue(self, since_s: float, now_s: float) -> bool:
+        """A step whose result is awaited since then should have been back."""
+        return now_s - since_s > self._stall_timeout_s
 
     def must_probe(self, signs: Signs, now_s: float) -> bool:
         """True when a probe should be sent now; counts it as sent."""

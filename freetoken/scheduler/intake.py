@@ -8,7 +8,7 @@ import msgspec
 
 from freetoken import log
 from freetoken.errors import ErrorCode, RequestError
-from freetoken.scheduler.admission import AGE_S, WaitQueue
+from freetoken.scheduler.admission import WaitQueue, place_of
 from freetoken.scheduler.fit import Never, explain, fit, num_pages_for
 from freetoken.scheduler.ledger import Ledger
 from freetoken.scheduler.node import TOKEN_BYTES
@@ -40,7 +40,7 @@ class Intake:
         """The request, its output clamped to the context; RequestError if it cannot be served."""
         check_submit(submit, worker.vocab_size)
         num_tokens = len(submit.prompt_ids) // TOKEN_BYTES
-        _check_fit(submit.request_id, num_tokens, ledger, worker.window)
+        _check_fit(submit.request_id, num_tokens, ledger, worker)
         queue.check_room(num_tokens, now_s)
         room = ledger.context_tokens - num_tokens
         sampling = submit.sampling
@@ -53,7 +53,7 @@ class Intake:
             room if submit.max_tokens is None else min(submit.max_tokens, room),
             sampling,
             submit.cache_salt,
-            self._order(now_s - submit.priority * AGE_S),
+            self._order(place_of(now_s, submit.priority)),
             now_s,
         )
 
@@ -69,7 +69,7 @@ class Intake:
         return place_s, self._sequence
 
 
-def _check_fit(request_id: str, num_tokens: int, ledger: Ledger, window: int) -> None:
+def _check_fit(request_id: str, num_tokens: int, ledger: Ledger, worker: WorkerReady) -> None:
     capacity = ledger.capacity().all_free()
     verdict = fit(ledger.need(num_tokens), capacity)
     if not isinstance(verdict, Never):
@@ -87,5 +87,5 @@ def _check_fit(request_id: str, num_tokens: int, ledger: Ledger, window: int) ->
             available=verdict.available,
         )
     )
-    message = explain(verdict, num_tokens, capacity, window)
+    message = explain(verdict, num_tokens, capacity, worker.window, worker.context_flag)
     raise RequestError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)

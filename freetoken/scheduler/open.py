@@ -49,7 +49,7 @@ class OpenRequests:
         else:
             self._counters.requests_finished += 1
             self._roster.likely.note(request.num_output)
-            self._roster.queue.note_finish(now_s)
+            self._roster.queue.note_finish(request.prompt_tokens, now_s)
         _log_end(request, finish, now_s)
 
     def fail(self, request: Request, error: RequestError, now_s: float) -> Failed | None:

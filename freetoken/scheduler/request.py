@@ -65,6 +65,7 @@ class Request:
         "node",
         "num_output",
         "order",
+        "output_at_preemption",
         "pages",
         "path",
         "planned_len",
@@ -106,7 +107,8 @@ class Request:
         self.state = State.WAITING
         self.first_token_s: float | None = None
         self.cached_tokens: int | None = None  # found in the cache when it first ran
-        self.followers: list[Request] = []
+        self.followers: list[tuple[int, tuple[float, int], Request]] = []  # see roster.py
+        self.output_at_preemption: int | None = None  # the last time
         self.requeues = False  # when LEAVING: back to the queue, not gone
         self.keeps = True  # when LEAVING: its computed pages are good
         self.is_void = False  # LEAVING: what steps still bring for it is dropped
@@ -149,6 +151,11 @@ class Request:
     @property
     def is_running(self) -> bool:
         return self.state is State.EXTENDING or self.state is State.DECODING
+
+    @property
+    def is_spared(self) -> bool:
+        """It was preempted and has made no token since: it will not be again before it has."""
+        return self.output_at_preemption == self.num_output
 
     def start(self) -> RowStart:
         """What the worker must know to begin, or to resume."""

@@ -7,7 +7,9 @@ scheduler; changes pages only through the ledger.
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 
 from freetoken.scheduler.admission import LikelyOutput, WaitQueue
 from freetoken.scheduler.counters import Counters
@@ -17,6 +19,10 @@ from freetoken.scheduler.node import TOKEN_BYTES, common_bytes
 from freetoken.scheduler.passes import OpenPass
 from freetoken.scheduler.radix import Match
 from freetoken.scheduler.request import Request, State
+
+MAX_MOVES = 16
+"""Waiting requests that one plan looks at beside those it admits: so thousands that share a prefix
+cost a plan no more than a few do."""
 
 
 class Roster:
@@ -38,6 +44,7 @@ class Roster:
         self.done_step = -1  # the last step whose result or failure is known
         self._counters = counters
         self._blocked: tuple[Request, int] | None = None
+        self._returning: deque[Request] = deque()  # followers with nothing more to wait for
 
     @property
     def num_running(self) -> int:
@@ -51,21 +58,28 @@ class Roster:
 
     def admit(self) -> None:
         """Seat waiting requests, oldest first, while they fit. Nobody overtakes the oldest."""
-        headroom: int | None = None  # pages that the rows will likely take; computed once
+        self._return_followers()
+        moves = MAX_MOVES
+        # Pages that the rows will likely take: at most so many; counted only if that is too many.
+        headroom = self.likely.most_pages(self.num_running, self.ledger.page_size)
+        is_counted = False
         while self.ledger.num_free_rows and (head := self.queue.head()) is not None:
             if self._is_still_blocked(head):
                 return
             match = self.ledger.match(head)
             leader = self._leader(head, match)
             if leader is not None:
-                leader.followers.append(self.queue.set_aside())
-                head.state = State.FOLLOWING
-                continue
-            if headroom is None:
-                headroom = self._headroom(self.running())
-            if not self._seat(head, match, headroom):
+                self._follow(leader, head)
+                moves -= 1
+                if not moves:
+                    return
+            elif self._seat(head, match, headroom):
+                headroom += self._headroom([head])
+            elif is_counted:
+                self._blocked = (head, self.ledger.num_available)
                 return
-            headroom += self._headroom([head])
+            else:
+                headroom, is_counted = self._headroom(self.running()), True
 
     def _headroom(self, rows: Iterable[Request]) -> int:
         return self.likely.headroom_pages(rows, self.ledger.page_size)
@@ -73,12 +87,12 @@ class Roster:
     def _seat(self, head: Request, match: Match, headroom: int) -> bool:
         """Rows that run keep `headroom`, and `head` gets some itself; alone it needs none."""
         if self.num_running or self.leaving:
-            headroom += self._headroom([head]) - self.ledger.need(head.num_tokens).num_pages
+            wanted = self.likely.entry_pages(head, self.ledger.page_size)
+            headroom += wanted - self.ledger.need(head.num_tokens).num_pages
         verdict = self.ledger.seat(head, match, headroom)
         assert not isinstance(verdict, Never), "submit accepted what can never fit"
         if isinstance(verdict, Later):
             assert verdict.resource is Resource.PAGES
-            self._blocked = (head, self.ledger.num_available)
             return False
         self.queue.pop()
         head.state = State.EXTENDING
@@ -114,20 +128,31 @@ class Roster:
                 return row
         return None
 
+    def _follow(self, leader: Request, head: Request) -> None:
+        """`head` waits until `leader` has computed the whole pages that they share."""
+        self.queue.set_aside()
+        head.state = State.FOLLOWING
+        shared = common_bytes(leader.ids, head.ids[:-TOKEN_BYTES]) // TOKEN_BYTES
+        whole = shared - shared % self.ledger.page_size
+        heappush(leader.followers, (whole, head.order, head))
+
     def lead(self, row: Request) -> None:
-        """Bring back the followers of `row` that have nothing more to wait for."""
-        stay = []
-        for follower in row.followers:
-            if follower.state is not State.FOLLOWING:
-                continue
-            shared = common_bytes(row.ids, follower.ids[:-TOKEN_BYTES]) // TOKEN_BYTES
-            whole = shared - shared % self.ledger.page_size
-            waits = row in self.computing and not row.is_private and row.kv_len < whole
-            if waits:
-                stay.append(follower)
-            else:
+        """Those followers of `row` return that have nothing more to wait for."""
+        followers = row.followers
+        if row not in self.computing or row.is_private:
+            self._returning.extend(follower for _, _, follower in followers)
+            followers.clear()
+        while followers and followers[0][0] <= row.kv_len:
+            self._returning.append(heappop(followers)[2])
+
+    def _return_followers(self) -> None:
+        """Bring back some: thousands may have waited for the same prefix."""
+        moves = MAX_MOVES
+        while self._returning and moves:
+            follower = self._returning.popleft()
+            if follower.state is State.FOLLOWING:
                 self.queue.bring_back(follower)
-        row.followers = stay
+                moves -= 1
 
     # ------------------------------------------------------------ running
 
@@ -145,24 +170,31 @@ class Roster:
     def make_room(self, request: Request) -> bool:
         """One more page for a decoding row; preempts the youngest if need be.
 
-        False: not in this step, because pages come back with a result or it was the youngest, or
-        the younger ones are in the open pass. That ends without further pages.
+        False: not in this step, because pages come back with a result, it was the youngest, or
+        the younger ones are all spared or in the open pass. They get their token, and the pass
+        ends, without further pages.
         """
         while not self.ledger.add_page(request):
             if self.ledger.num_copies or any(not row.in_pass for row in self.leaving):
                 return False
-            youngest = max((row for row in self.running() if not row.in_pass), key=_order)
-            if youngest is request and any(row.in_pass for row in self._younger(request)):
+            victim = self._victim(request)
+            if victim is None:
                 return False
-            assert self.num_running > 1, "a row alone does not fit"
             self._counters.preemptions += 1
-            self.dismiss(youngest, requeues=True)
-            if youngest is request:
+            victim.output_at_preemption = victim.num_output
+            self.dismiss(victim, requeues=True)
+            if victim is request:
                 return False
         return True
 
-    def _younger(self, request: Request) -> Iterator[Request]:
-        return (row for row in self.running() if row.order > request.order)
+    def _victim(self, request: Request) -> Request | None:
+        """Who makes room for `request`: the youngest that may be preempted, never an older one."""
+        younger = [row for row in self.running() if row.order > request.order]
+        if younger:
+            may_go = (row for row in younger if not row.is_spared and not row.in_pass)
+            return max(may_go, key=_order, default=None)
+        assert self.num_running > 1, "a row alone does not fit"
+        return None if request.is_spared else request
 
     # ------------------------------------------------------------ the open pass
 

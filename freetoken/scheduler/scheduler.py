@@ -226,9 +226,9 @@ class Scheduler:
         return draft.finish(engine.worker.epoch, forget_rows)
 
     def apply(self, result: StepResult, now_s: float) -> Outputs | None:
-        """Take the result of the oldest step in flight; None, and no effect, if it is another's."""
+        """Take the result of a step in flight; None, and no effect, if it is another's."""
         engine = self._engine
-        if engine is None or not self._steps or result.step_id != self._steps[0].step_id:
+        if engine is None or not self._catch_up(result.step_id):
             return None
         step = self._steps[0]
         if not _matches(result, step):
@@ -251,12 +251,12 @@ class Scheduler:
         return rows.outputs
 
     def fail_step(self, step_id: int | None, message: str, now_s: float) -> Outputs | None:
-        """The oldest step in flight failed, and with it its rows; the others go on. Rows that
-        decoded beside an extend, which asks for more, extend again instead.
-        None, and no effect, if `step_id` is another step (None: the oldest, whichever it is).
+        """A step in flight failed, and with it its rows; the others go on. Rows that decoded
+        beside an extend, which asks for more, extend again instead.
+        None, and no effect, if `step_id` is no step in flight (None: the oldest one).
         """
         engine = self._engine
-        if engine is None or not self._steps or step_id not in (None, self._steps[0].step_id):
+        if engine is None or not self._catch_up(step_id):
             return None
         step = self._steps.popleft()
         self.counters.steps_failed += 1
@@ -276,6 +276,28 @@ class Scheduler:
                 outputs.probe_failed = True
         self._close_step(engine, step)
         return outputs
+
+    def _catch_up(self, step_id: int | None) -> bool:
+        """Make `step_id` the oldest step in flight; False if it is none. The worker answers in
+        order: of those before it the results were lost on their way."""
+        if not self._steps or step_id not in (None, *(step.step_id for step in self._steps)):
+            return False
+        while step_id not in (None, self._steps[0].step_id):
+            self.lose_result()
+        return True
+
+    def lose_result(self) -> None:
+        """The result of the oldest step in flight will not come. Its rows extend again, as after
+        a preemption: the same tokens are drawn."""
+        engine = self._engine
+        assert engine is not None
+        step = self._steps.popleft()
+        _log.warning(log.event("step.lost", step=step.step_id))
+        for request in step.requests():
+            request.keeps = False
+            if not request.is_void:
+                engine.roster.start_over(request)
+        self._close_step(engine, step)
 
     def _close_step(self, engine: _Engine, step: Step) -> None:
         for copy in step.copies:

@@ -50,6 +50,7 @@ class WorkerSide:
         self._epoch = epoch
         self._worker: Peer | None = None
         self._result_s = 0.0
+        self._num_malformed = 0  # frames of the socket, when there was no doubt about a result
 
     @property
     def awaited_since_s(self) -> float | None:
@@ -83,19 +84,40 @@ class WorkerSide:
             return
         match message:
             case StepResult():
-                self._result_s = now_s
+                self._note_result(now_s)
                 outputs = self._scheduler.apply(message, now_s)
                 self._post(outputs, message.step_id)
             case WorkerReady():
                 self._ready(worker, message, now_s)
             case WorkerFailed():
-                self._result_s = now_s
+                self._note_result(now_s)
                 _log.error(log.event("step.failed", step=message.step_id, why=message.message))
                 outputs = self._scheduler.fail_step(message.step_id, message.message, now_s)
                 self._post(outputs, message.step_id)
             case _:
                 self._scheduler.counters.stale_messages += 1
                 _log.warning(log.event("worker.unexpected", message=type(message).__name__))
+
+    def replace_lost(self, now_s: float) -> None:
+        """A result that is overdue after a malformed frame was that frame: have it made again.
+
+        One that is overdue without is still being computed, as far as we know. Should we be wrong,
+        it is dropped when it comes, and nothing is lost: the worker takes its plans in order.
+        """
+        since_s = self.awaited_since_s
+        if (
+            since_s is not None
+            and self._router.num_malformed > self._num_malformed
+            and self._health.is_overdue(since_s, now_s)
+        ):
+            self._note_result(now_s)
+            while self._scheduler.num_in_flight:
+                self._scheduler.lose_result()
+            self.send_plans(now_s)
+
+    def _note_result(self, now_s: float) -> None:
+        self._result_s = now_s
+        self._num_malformed = self._router.num_malformed
 
     def _post(self, outputs: Outputs | None, step_id: int | None) -> None:
         if outputs is None:
@@ -130,7 +152,7 @@ class WorkerSide:
         if self._scheduler.worker is not None:
             self._apis.post_failed(self._scheduler.detach("the worker began anew", now_s))
         self._scheduler.attach(message)
-        self._result_s = now_s
+        self._note_result(now_s)
         _log.info(
             log.event(
                 "worker.ready",
@@ -155,6 +177,8 @@ class WorkerSide:
     def send_plans(self, now_s: float) -> None:
         """Keep the worker busy: plans until two steps are in flight or nothing is to do."""
         worker = self._worker
+        if not self._scheduler.num_in_flight:
+            self._num_malformed = self._router.num_malformed
         while worker is not None and (plan := self._scheduler.plan(now_s)) is not None:
             if not self._router.send(worker.identity, plan):
                 self._give_up(worker, "cannot be reached", now_s)

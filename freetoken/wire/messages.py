@@ -22,7 +22,7 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change of a message; checked in Hello."""
 
 
@@ -94,7 +94,7 @@ class Submit(_Message, frozen=True):
     max_tokens: int | None  # None: the remaining context
     sampling: Sampling
     cache_salt: str | None = None  # prefixes are shared only among equal salts
-    priority: int = 0
+    priority: int = 0  # lower goes first; ages, see scheduler/admission.py
 
 
 class Abort(_Message, frozen=True):
@@ -262,6 +262,7 @@ class WorkerReady(_Message, frozen=True):
     max_rows: int
     window: int  # W: the longest sequence the model takes
     context_tokens: int  # N = min(W, usable pool tokens): what one request may use
+    context_flag: str  # the option that sets N; empty: the model's own window does
     vocab_size: int
     num_layers: int  # decoder layers, between which a pass may pause
     max_step_tokens: int  # extend tokens in one on-demand step

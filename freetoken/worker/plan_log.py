@@ -39,16 +39,24 @@ def log_plan(config: Config, plan: MemoryPlan, experts: ExpertsMode, device: str
         f"window {plan.window}, resident experts {plan.resident_rate * 100:.0f} %)"
     )
     if plan.context_tokens < plan.window:
-        _log.warning("%s; %s uses the whole window", line, whole_window_flag(config, plan))
+        flag = context_flag(config, plan)
+        _log.warning("%s; %s uses the whole window", line, _whole_window(flag, plan))
     else:
         _log.info(line)
 
 
-def whole_window_flag(config: Config, plan: MemoryPlan) -> str:
-    """The option that lets one request use the whole window: the one that sizes the pool now."""
-    pages = -(-plan.window // plan.page_size)
+def context_flag(config: Config, plan: MemoryPlan) -> str:
+    """The option that sets, and so may raise, what one request may use; empty if the model's own
+    window is the limit."""
+    if plan.context_tokens == plan.window:
+        return "" if config.max_seq_len_override is None else "--max-seq-len-override"
     if config.num_tokens is not None:
-        return f"--num-tokens {pages * plan.page_size}"
-    if config.num_pages is not None:
-        return f"--num-pages {pages}"
-    return f"--context-tokens {plan.window}"
+        return "--num-tokens"
+    return "--context-tokens" if config.num_pages is None else "--num-pages"
+
+
+def _whole_window(flag: str, plan: MemoryPlan) -> str:
+    """`flag` with the value that lets one request use the whole window."""
+    pages = -(-plan.window // plan.page_size)
+    values = {"--num-tokens": pages * plan.page_size, "--num-pages": pages}
+    return f"{flag} {values.get(flag, plan.window)}"

@@ -47,7 +47,7 @@ def test_all_sampling_fields_reach_the_engine(client: openai.OpenAI, fake: FakeS
         presence_penalty=0.25,
         frequency_penalty=-0.5,
         logit_bias={"7": -100, "8": 2.5},
-        max_tokens=9,
+        max_tokens=5,
         max_completion_tokens=5,
         seed=11,
         user="somebody",

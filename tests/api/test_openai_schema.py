@@ -216,6 +216,15 @@ def test_messages_give_value_and_limit(http: httpx.Client) -> None:
     )
 
 
+def test_two_lengths_that_differ_are_refused_by_name(
+    http: httpx.Client, fake: FakeScheduler
+) -> None:
+    body = {**CHAT, "max_tokens": 9, "max_completion_tokens": 5}
+    check_refused(http, fake, "/v1/chat/completions", body, "max_tokens")
+    message = http.post("/v1/chat/completions", json=body).json()["error"]["message"]
+    assert message == "max_tokens=9 and max_completion_tokens=5 contradict each other; send one"
+
+
 def test_a_missing_field_is_named(http: httpx.Client) -> None:
     response = http.post("/v1/chat/completions", json={"model": "tiny"})
     assert response.json()["error"]["message"] == "the field messages is required"

@@ -48,6 +48,7 @@ class WorkerScript:
     page_size: int = 16
     max_rows: int = 8
     context_tokens: int | None = None  # default: the whole pool
+    context_flag: str = "--context-tokens"
     window: int | None = None  # default: wide enough
     vocab_size: int = 256
     max_step_tokens: int = 64
@@ -62,6 +63,7 @@ class WorkerScript:
     fail_steps: tuple[int, ...] = ()  # answered with WorkerFailed(step)
     garbage_steps: tuple[int, ...] = ()  # a malformed frame goes before the result
     wrong_steps: tuple[int, ...] = ()  # the result names other rows
+    lost_steps: tuple[int, ...] = ()  # a malformed frame comes instead of the result
     stall_step: int | None = None  # never ends, until released
     die_step: int | None = None  # WorkerFailed(process), then exit
     kill_step: int | None = None  # exit without a word
@@ -177,6 +179,9 @@ class FakeWorker:
         if number in script.garbage_steps:
             self._socket.send(b"\xc1 no message")
             self._socket.send_multipart([b"two", b"frames"])
+        if number in script.lost_steps:
+            self._socket.send(b"\xc1 no message")
+            return None
         if number in script.wrong_steps:
             result = msgspec.structs.replace(result, row_ids=result.row_ids + b"\0\0\0\0")
         self._dealer.send(finish(script, plan, result))
@@ -225,6 +230,7 @@ def make_ready(script: WorkerScript, epoch: int = 1) -> WorkerReady:
         max_rows=script.max_rows,
         window=script.window or max(context, 1 << 17),
         context_tokens=context,
+        context_flag=script.context_flag,
         vocab_size=script.vocab_size,
         num_layers=script.num_layers,
         max_step_tokens=script.max_step_tokens,

@@ -110,6 +110,13 @@ class Driver:
         else:
             self._take(self.scheduler.apply(back, self.now_s))
 
+    def lose_result(self) -> None:
+        """The oldest one does not arrive. It is missed when the next does, or when none is left."""
+        self.in_flight.popleft()
+        while not self.in_flight and self.scheduler.num_in_flight:
+            self.scheduler.lose_result()
+        self.scheduler.check()
+
     def lose_worker(self) -> list[tuple[bytes, Failed]]:
         """The worker dies and another takes its place."""
         failed = self.scheduler.detach("it died", self.now_s)

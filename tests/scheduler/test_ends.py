@@ -107,6 +107,26 @@ def test_results_of_other_steps_have_no_effect() -> None:
     assert driver.text("a") == expect([1, 2], 2)
 
 
+@pytest.mark.parametrize("steps", range(9))
+@pytest.mark.parametrize("threshold", [None, 4])
+def test_a_result_that_is_lost_at_any_moment_changes_no_text(
+    steps: int, threshold: int | None
+) -> None:
+    driver = small(max_step_tokens=40, max_on_demand_tokens=threshold, page_size=3)
+    driver.submit("a", LONG, 5, temperature=1.0)
+    driver.submit("b", [9, 8, 7], 5)
+    for _ in range(steps):
+        driver.step()
+    while driver.plan():
+        pass
+    if driver.in_flight:
+        driver.lose_result()
+    driver.run()
+    assert driver.text("a") == expect(LONG, 5, temperature=1.0)
+    assert driver.text("b") == expect([9, 8, 7], 5)
+    driver.scheduler.check_idle()
+
+
 def test_a_lost_worker_fails_what_is_open_and_the_next_one_starts_clean() -> None:
     driver = small()
     driver.submit("running", LONG, 9)

@@ -71,7 +71,7 @@ def test_the_refusal_names_needs_pages_pool_and_remedy() -> None:
     there = capacity(context=8208, pages=513)
     verdict = fit(need(8760), there)
     assert isinstance(verdict, Never)
-    assert explain(verdict, 8760, there, window=32768) == (
+    assert explain(verdict, 8760, there, 32768, "--context-tokens") == (
         "prompt needs 8760 tokens (548 pages of 16), the pool holds 8208 (513); "
         "raise --context-tokens or shorten the prompt"
     )
@@ -81,9 +81,9 @@ def test_the_refusal_at_the_wall_says_what_the_last_token_is_for() -> None:
     there = capacity(context=64)
     verdict = fit(need(64), there)
     assert isinstance(verdict, Never)
-    assert explain(verdict, 64, there, window=128) == (
+    assert explain(verdict, 64, there, 128, "--num-pages") == (
         "prompt needs 64 tokens (4 pages of 16) and at least one token of output, the pool holds "
-        "64 (4); raise --context-tokens or shorten the prompt"
+        "64 (4); raise --num-pages or shorten the prompt"
     )
 
 
@@ -91,5 +91,17 @@ def test_no_flag_is_named_where_the_model_itself_is_the_limit() -> None:
     there = capacity(context=64, pages=100)
     verdict = fit(need(70), there)
     assert isinstance(verdict, Never)
-    text = explain(verdict, 70, there, window=64)
-    assert text == "prompt needs 70 tokens, the model's window holds 64; shorten the prompt"
+    said = "prompt needs 70 tokens, the model's window holds 64; "
+    assert explain(verdict, 70, there, 64, "") == said + "shorten the prompt"
+    raised = "raise --max-seq-len-override or shorten the prompt"
+    assert explain(verdict, 70, there, 64, "--max-seq-len-override") == said + raised
+
+
+def test_a_prompt_beyond_the_window_is_not_sent_to_raise_the_pool() -> None:
+    there = capacity(context=64)
+    verdict = fit(need(200), there)
+    assert isinstance(verdict, Never)
+    assert explain(verdict, 200, there, 100, "--num-tokens") == (
+        "prompt needs 200 tokens (13 pages of 16), the pool holds 64 (4), the model's window 100; "
+        "shorten the prompt"
+    )

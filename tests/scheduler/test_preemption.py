@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from freetoken.wire.messages import (
@@ -35,6 +38,36 @@ def test_the_youngest_is_preempted_and_everything_finishes(page_size: int, num_p
     resumed = {s.sampling.seed for p in driver.plans[since:] for s in p.starts if s.num_output}
     assert resumed, "a preempted row goes on where it was"
     assert 0 not in resumed, "the oldest is never preempted"
+    driver.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("seed", [366, 459, 731, *range(20)])
+def test_a_row_makes_a_token_before_it_is_preempted_again(seed: int) -> None:
+    """So it starts at most twice with the same output; and no text changes. In the first three
+    of these lives a row started thrice when whoever was the youngest was preempted."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 1, 2, 4])
+    driver = small(
+        page_size=page_size,
+        num_pages=-(-rng.randint(24, 60) // page_size),
+        max_step_tokens=rng.choice([1, 1, 2, 5]),
+        max_on_demand_tokens=rng.choice([None, 0, 4]),
+    )
+    short_outputs(driver)
+    since = len(driver.plans)
+    prompts = []
+    for i in range(rng.randint(4, 12)):
+        prompts.append([i] * rng.randint(1, 20))
+        driver.submit(f"r{i}", prompts[i], rng.choice([None, 2, 3, 40, 20]), seed=i)
+        for _ in range(rng.randint(0, 8)):
+            driver.step()
+    driver.run()
+    starts = Counter(
+        (start.sampling.seed, start.num_output) for p in driver.plans[since:] for start in p.starts
+    )
+    assert max(starts.values()) <= 2
+    for i, prompt in enumerate(prompts):
+        assert driver.text(f"r{i}") == expect(prompt, driver.accepted[f"r{i}"].max_tokens)
     driver.scheduler.check_idle()
 
 
@@ -124,17 +157,38 @@ def test_a_big_request_at_the_head_is_not_overtaken_for_ever() -> None:
     driver.run()
 
 
-def test_a_higher_priority_goes_first_and_ages() -> None:
+def test_a_lower_priority_value_goes_first_and_the_others_age() -> None:
     driver = small(max_rows=1)
     driver.submit("first", [1], 2)
-    driver.submit("low", [2], 2, priority=0)
-    driver.submit("high", [3], 2, priority=1)
+    driver.submit("batch", [2], 2, priority=1)
+    driver.submit("chat", [3], 2, priority=0)
     driver.now_s = 11.0
-    driver.submit("late", [4], 2, priority=1)
+    driver.submit("late", [4], 2, priority=0)
     order = []
     while driver.step():
         order += [r for r in driver.deltas if driver.is_done(r) and r not in order]
-    assert order.index("high") < order.index("low") < order.index("late")
+    assert order == ["first", "chat", "batch", "late"]
+
+
+@pytest.mark.parametrize("priority", [1, 5, 2**31 - 1])
+def test_a_request_of_the_worst_priority_is_served_under_a_flood_of_better_ones(
+    priority: int,
+) -> None:
+    """One row, always somebody new who goes first: it is overtaken only by those who come within
+    the time that its priority is worth."""
+    driver = small(max_rows=1)
+    driver.submit("first", [1], 2)
+    driver.submit("last", [2], 2, priority=priority)
+    bound_s = 10.0 * (min(priority, 60) + 60)
+    for i in range(1000):
+        driver.now_s = 2.0 * i
+        driver.submit(f"flood{i}", [3], 1, priority=-(2**31))
+        driver.step()
+        if driver.is_done("last"):
+            break
+    assert driver.is_done("last")
+    assert bound_s - 10 < driver.now_s < bound_s + 10
+    assert driver.text("last") == expect([2], 2)
 
 
 # ---------------------------------------------------------------- bounds of the queue

@@ -167,6 +167,24 @@ def test_malformed_frames_are_counted_and_harm_nobody(run_dir: Path) -> None:
         control(api)
 
 
+def test_a_lost_result_costs_time_but_no_text(run_dir: Path) -> None:
+    """The one in the middle is missed when the next comes, the last one when it is overdue."""
+    script = WorkerScript(lost_steps=(4, 17))
+    with (
+        scheduler_in(run_dir, stall_timeout_s=0.3),
+        worker_in(run_dir, script) as worker,
+        FakeApi(run_dir) as api,
+    ):
+        api.connect().wait_phase(Phase.READY)
+        assert api.complete("a", [1, 2, 3], 9) == expect([1, 2, 3], 9)
+        while worker.num_steps < 16:
+            assert api.complete(f"b{worker.num_steps}", [4], 1) == expect([4], 1)
+        assert api.complete("c", [1, 2], 1) == expect([1, 2], 1)
+        assert api.states[-1].counters["malformed_frames"] == 2
+        assert len(worker.epochs) == 1
+        control(api)
+
+
 def test_a_result_that_names_other_rows_fails_the_step_only(run_dir: Path) -> None:
     script = WorkerScript(wrong_steps=(2,))
     with scheduler_in(run_dir), worker_in(run_dir, script), FakeApi(run_dir) as api:

@@ -90,31 +90,6 @@ def test_history_is_sent_only_for_the_penalties_that_need_it() -> None:
 # ---------------------------------------------------------------- the edges of the context
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_prompts_around_the_context_are_accepted_clamped_or_refused(
-    page_size: int, rows: int
-) -> None:
-    n = 128
-    driver = small(page_size=page_size, num_pages=n // page_size, max_rows=rows)
-    for length in (n - 2, n - 1, n, n + 1):
-        for max_tokens in (None, 1, 2, 3, n):
-            request_id = f"{length}-{max_tokens}"
-            answer = driver.submit(request_id, [3] * length, max_tokens)
-            if length < n:
-                room = n - length
-                clamped = room if max_tokens is None else min(room, max_tokens)
-                assert answer == Accepted(request_id, length, clamped)
-            else:
-                assert isinstance(answer, Failed)
-                assert answer.code == "context_length_exceeded"
-    driver.run()
-    for request_id, accepted in driver.accepted.items():
-        assert len(driver.text(request_id)) == accepted.max_tokens
-        assert driver.finish(request_id) == "length"
-    driver.scheduler.check_idle()
-
-
 def test_the_refusal_names_the_numbers_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     driver = small(page_size=16, num_pages=8)
     with caplog.at_level(logging.WARNING, "freetoken"):

@@ -164,6 +164,13 @@ class Lives(RuleBasedStateMachine):
             self.abandoned |= mine
             self.driver.scheduler.check()
 
+    @precondition(lambda self: self.driver.in_flight)
+    @rule(chance=st.integers(0, 2))
+    def lose_result(self, chance: int) -> None:
+        """It is missed when the next one comes, or when it is overdue."""
+        if chance == 0:
+            self.driver.lose_result()
+
     @rule(chance=st.integers(0, 9))
     def lose_worker(self, chance: int) -> None:
         if chance:

@@ -9,7 +9,8 @@ import torch
 
 from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError
-from freetoken.model import step
+from freetoken.model import load, selfcheck, step
+from freetoken.model.shape import measure_shape
 from freetoken.wire.messages import Extend, PageRun, Sampling, StepMode, StepPlan, pack_ids
 from freetoken.worker import checkpoint as subject
 from freetoken.worker.checkpoint import CheckpointSource
@@ -59,6 +60,23 @@ def decode(runner, row, position, first, count):
     for i in range(count - 1):
         text.append(tokens_of(runner.execute(decode_plan({row: position + i})))[row])
     return text
+
+
+def test_a_large_model_is_measured_once(checkpoint, monkeypatch):
+    """Which takes a second for 48 layers, of the few that a worker has to come again."""
+    measured = []
+
+    def measure(model):
+        measured.append(model.config.num_hidden_layers)
+        return measure_shape(model)
+
+    for module in (load, selfcheck):
+        monkeypatch.setattr(module, "measure_shape", measure)
+    config = Config(model=str(checkpoint), dtype="float32", page_size=4, max_rows=4)
+    source = CheckpointSource(checkpoint, "float32", torch.device("cpu"))
+    start(config, source, Progress(), BUDGET)
+    assert measured[0] == NUM_LAYERS
+    assert NUM_LAYERS not in measured[1:]
 
 
 @pytest.mark.parametrize("gathered_keys", [10, step.MAX_GATHERED_KEYS])
@@ -140,7 +158,9 @@ def test_rope_that_grows_with_the_context_is_refused_beyond_its_window(tmp_path)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     tiny.save(tiny.make_model(config), tmp_path)
     longer = {"max_seq_len_override": 512, "num_tokens": 512}
-    with pytest.raises(EngineError, match=r"cannot serve 512 .* lower --context-tokens"):
+    with pytest.raises(
+        EngineError, match=r"cannot serve 512 .* ask for a smaller context or KV pool"
+    ):
         start_worker(tmp_path, **longer)
     assert start_worker(tmp_path, **longer | {"num_tokens": 256}).ready.context_tokens == 256
 
@@ -185,6 +205,7 @@ def test_a_window_that_does_not_fit_the_pool_is_warned_of_with_the_flag(
     assert "128 tokens (reserve 128, window 256, resident experts 100 %)" in lines[0].message
     assert lines[0].message.endswith(f"; {flag} uses the whole window")
     assert started.ready.context_tokens == 128
+    assert started.ready.context_flag == flag.split()[0]
     text = "\n".join(record.message for record in caplog.records)
     assert "requested" in text
     assert next(f"{name}={value}" for name, value in pool.items()) in text

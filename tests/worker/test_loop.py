@@ -32,6 +32,7 @@ READY = WorkerReady(
     max_rows=4,
     window=32,
     context_tokens=32,
+    context_flag="",
     vocab_size=10,
     num_layers=2,
     max_step_tokens=8,
