@@ -233,6 +233,15 @@ def test_a_refusal_ends_the_worker_with_the_reason(run_dir, scheduler):
     assert "one worker is enough" in str(worker.join())
 
 
+def test_a_worker_too_many_hears_it_before_it_loads(run_dir, scheduler, monkeypatch):
+    monkeypatch.setattr(process, "ANSWER_MS", 20_000)
+    worker = WorkerThread(run_dir)
+    scheduler.expect(Hello)
+    scheduler.send(Refused("one worker is enough"))
+    assert "one worker is enough" in str(worker.join())
+    assert worker.source.num_loads == 0
+
+
 def test_another_protocol_ends_the_worker(run_dir, scheduler):
     worker = WorkerThread(run_dir)
     scheduler.expect(Hello)
