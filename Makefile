@@ -1,6 +1,7 @@
 # The commands of a fresh clone; each does the set-up it needs.
 #   make serve   serve the demo model (ARGS="MODEL --port 8080" for more)
 #   make test    run all tests        (ARGS="tests/api -x" for some)
+#   make test-oldest   the model tests with the oldest transformers that we support
 #   make check   linters, types, import contracts
 #   make setup   only install
 #   make cuda    build the kernels in cuda/ for all GPUs (else the worker does it for its own)

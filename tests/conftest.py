@@ -17,10 +17,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from freetoken.kernels.dispatch import fuse_products
+
 # Without a GPU Triton kernels run in its interpreter. Read when triton is loaded, which importing
 # transformers does.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# For tests that call the Triton modules themselves; see kernels/dispatch.py.
+fuse_products()
 
 
 @pytest.fixture(scope="session")

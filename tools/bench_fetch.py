@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Times what an on-demand step adds to a layer, on the GPU of this machine: fetch and resolve.
 
     python tools/bench_fetch.py

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Builds cuda/ into one library, for machines that have no nvcc or should not wait for it.
 
     python tools/build_cuda.py                 for all architectures, into build/cuda

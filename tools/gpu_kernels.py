@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """How fast the link and the slot kernels of a GPU are, measured in this process; JSON on stdout.
 
   python tools/gpu_kernels.py --experts 128 --row-bytes 9437184 --top-k 8

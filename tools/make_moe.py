@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Writes a random Mixture-of-Experts checkpoint of any shape, for tests and benchmarks.
 
 The files are those of a published checkpoint of the family: config, sharded safetensors in the

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Records which experts a model's tokens ask for while it answers prompts, for replay_policy.py.
 
     python tools/record_routing.py routing.npz                     the demo model

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Replays routing traces through the slot policy, and through others to compare it with.
 
     python tools/replay_policy.py
@@ -27,6 +28,7 @@ from routing_traces import MAKERS, Trace
 from freetoken.experts.policy import SlotPolicy
 
 RECORDING = Path(__file__).parent.parent / "tests" / "fixtures" / "routing_demo.npz"
+"""Of the demo model, by record_routing.py."""
 NEVER = 1 << 60
 TABLE_WIDTH = 110
 Key = tuple[int, int]

@@ -33,6 +33,8 @@ from freetoken.wire.sockets import Dealer, Endpoints, connect_dealer
 
 FAKE_WORKER = Path(__file__).parent / "fake_steps.py"
 START_S = 30.0
+BATCH = 256
+"""Messages sent between two looks at what came: an api that does not read is cut off."""
 LIMITS = (10**6, 10**9)
 """Of queued requests and tokens: never reached."""
 
@@ -55,15 +57,19 @@ class Client:
 
     def submit(self, requests: Sequence[Submit]) -> None:
         """Returns when all are accepted."""
-        wanted = self.num_accepted + len(requests)
-        for request in requests:
-            self._dealer.send(request)
-        while self.num_accepted < wanted:
-            self.read(0.01)
+        for first in range(0, len(requests), BATCH):
+            batch = requests[first : first + BATCH]
+            wanted = self.num_accepted + len(batch)
+            for request in batch:
+                self._dealer.send(request)
+            while self.num_accepted < wanted:
+                self.read(0.01)
 
     def abort(self, requests: Sequence[Submit]) -> None:
-        for request in requests:
-            self._dealer.send(Abort(request.request_id))
+        for first in range(0, len(requests), BATCH):
+            for request in requests[first : first + BATCH]:
+                self._dealer.send(Abort(request.request_id))
+            self.read(0.01)
 
     def read(self, duration_s: float) -> None:
         """Take what comes for so long."""

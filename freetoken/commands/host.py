@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from pathlib import Path
 
 from freetoken import log
 from freetoken.api.listen import bind_sockets
@@ -11,6 +12,8 @@ from freetoken.config import Config
 from freetoken.errors import ConfigError
 
 GIB = 1 << 30
+GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""There where NVIDIA's driver is, on Linux and in Windows' subsystem for it."""
 
 _log = log.get(__name__)
 
@@ -41,9 +44,15 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in found)
 
 
-def check_memory(weight_bytes: int, available_bytes: int) -> None:
-    """A first sieve: weights alone must fit; the worker makes the full plan."""
-    if weight_bytes > available_bytes:
+def may_use_gpu(config: Config) -> bool:
+    """False if the model will run on the CPU for certain. Loads no torch, which would know."""
+    return config.device != "cpu" and any(path.exists() for path in GPU_FILES)
+
+
+def check_memory(weight_bytes: int, available_bytes: int, *, with_gpu: bool) -> None:
+    """A first sieve: weights alone must fit; the worker makes the full plan, which is also what
+    says `with_gpu` how much of them lies where."""
+    if weight_bytes > available_bytes and not with_gpu:
         raise ConfigError(
             f"the weights need {weight_bytes / GIB:.2f} GiB of memory, "
             f"{available_bytes / GIB:.2f} GiB are available (container limits included); "

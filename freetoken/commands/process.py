@@ -7,10 +7,12 @@ checked here.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import shutil
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
 from freetoken import log, options
 from freetoken.commands import checkpoint, host
@@ -35,6 +37,7 @@ def run(room: str, argv: Sequence[str]) -> int:
     )
     options.add_options(parser)
     parser.add_argument("--launcher-pid", type=int, help=SUPPRESS)
+    parser.add_argument("--stand-by", action="store_true", help=SUPPRESS)
     args = parser.parse(argv)
     config = options.resolve(args).config
     if args.launcher_pid is None:
@@ -42,7 +45,7 @@ def run(room: str, argv: Sequence[str]) -> int:
     guard.end_with_launcher(args.launcher_pid, leaves_files=room == "scheduler")
     assert config.run_dir is not None
     try:
-        return start(room, config)
+        return start(room, config, guard.await_call if args.stand_by else None)
     finally:
         if room == "scheduler" and guard.is_launcher_gone(args.launcher_pid):
             shutil.rmtree(config.run_dir, ignore_errors=True)  # what the launcher would have done
@@ -61,9 +64,26 @@ def run_alone(room: str, config: Config) -> int:
     return start(room, config.model_copy(update={"run_dir": run_dir}))
 
 
-def start(room: str, config: Config) -> int:
-    """The room's own entry point; it is imported only here."""
+def start(room: str, config: Config, await_call: Callable[[], None] | None = None) -> int:
+    """The room's own entry point; it is imported only here, which takes the worker seconds: one
+    that stands by begins after that, when `await_call` returns."""
     if room == "worker":
         limit_spinning()
-    process = importlib.import_module(f"freetoken.{room}.process")
-    return int(process.run(config))
+    process = _import(f"freetoken.{room}.process")
+    if await_call is not None:
+        await_call()
+    try:
+        return int(process.run(config))
+    finally:
+        gc.unfreeze()  # at the very end some libraries complain of what was left frozen
+
+
+def _import(name: str) -> ModuleType:
+    """Nothing of a million objects is garbage yet: to look for some takes a fifth of the time."""
+    gc.disable()
+    try:
+        module = importlib.import_module(name)
+    finally:
+        gc.enable()
+    gc.freeze()
+    return module

@@ -52,7 +52,8 @@ def check(config: Config, report: Report) -> tuple[Config, checkpoint.Checkpoint
     port = host.reserve_port(config.host, config.port)
     model = resolve_model(config.model)
     found = checkpoint.check(model.directory, config.dtype)
-    host.check_memory(found.weight_bytes, measure_budget())
+    with_gpu = host.may_use_gpu(config)
+    host.check_memory(found.weight_bytes, measure_budget(), with_gpu=with_gpu)
     config = complete(config, model).model_copy(update={"port": port})
     report.title(
         f"FreeToken {version('freetoken')}: {config.served_model_name[0]} "
@@ -92,12 +93,11 @@ def serve(config: Config, found: checkpoint.Checkpoint, report: Report) -> None:
 
 
 def make_room(name: str, config_path: Path, max_restarts: int) -> Room:
-    """`ft NAME` with our configuration."""
-    return Room(
-        f"freetoken-{name}",
-        ft_command(name, "--config", str(config_path), "--launcher-pid", str(os.getpid())),
-        max_restarts,
-    )
+    """`ft NAME` with our configuration. A worker that may come again has another one standing by:
+    half of a start is to import libraries."""
+    argv = ft_command(name, "--config", str(config_path), "--launcher-pid", str(os.getpid()))
+    stands_by = name == "worker" and max_restarts > 0
+    return Room(f"freetoken-{name}", argv, max_restarts, (*argv, "--stand-by") if stands_by else ())
 
 
 def child_environment(environ: Mapping[str, str]) -> dict[str, str]:

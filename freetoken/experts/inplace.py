@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from freetoken.experts.bank import ExpertBank
+from freetoken.kernels.inplace_experts import routed_experts
 from freetoken.kernels.ops import Gate, PostNorm
-from freetoken.kernels.reference import routed_experts
 
 
 class InPlaceExperts:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -72,17 +71,6 @@ class ExpertLayout:
                 for t in self.tensors
             ],
         }
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> ExpertLayout:
-        """The inverse of `to_data`; ValueError for another version."""
-        if data["version"] != LAYOUT_VERSION:
-            raise ValueError(f"layout version {data['version']}, this is {LAYOUT_VERSION}")
-        tensors = tuple(
-            ExpertTensor(name, tuple(shape), getattr(torch, dtype), offset)
-            for name, shape, dtype, offset in data["tensors"]
-        )
-        return cls(tensors, data["row_bytes"])
 
     @classmethod
     def plan(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> ExpertLayout:

@@ -8,7 +8,7 @@ experts lie side by side in the ring of experts/stream.py, and the slots are lef
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,6 +42,8 @@ class SlotPool:
         self.banks = banks
         self.layout: ExpertLayout = first.layout
         self.num_experts = first.num_experts
+        self.rows: torch.Tensor
+        self.views: Mapping[str, torch.Tensor]
         self._allocate(num_slots, device)
         self._copier = RowCopier(self.rows.device)
         self._num_tokens: torch.Tensor | None = None
@@ -51,16 +53,21 @@ class SlotPool:
         self._retired: list[torch.Tensor] = []
 
     def resize(self, num_slots: int) -> None:
-        """Other rows and tables, empty; the old memory is given back first."""
+        """Other rows and tables, empty; the old memory is given back first.
+
+        torch.OutOfMemoryError: there are no slots now, and fewer may be asked for.
+        """
         device = self.rows.device
-        del self.rows, self.views, self.tables
+        self.num_slots = 0
+        self.rows = self.rows.new_empty(0)
+        self.views = {}
         if device.type == "cuda":
             torch.cuda.empty_cache()
         self._allocate(num_slots, device)
 
     def _allocate(self, num_slots: int, device: torch.device | str) -> None:
-        self.num_slots = num_slots
         self.rows = allocate_rows(num_slots + self.num_experts, self.layout.row_bytes, device)
+        self.num_slots = num_slots
         self.views = row_views(self.layout, self.rows)
         self.tables = slot_tables.allocate(
             len(self.banks), self.num_experts, num_slots, MIN_PAIRS, device

@@ -1,15 +1,11 @@
-"""Signatures of the experts that are computed in place on the CPU, and names that all share.
+"""Signatures of the functions that expert kernels are given.
 
-`reference.py` is their specification. Experts in slots and in passes: `expert_ops.py`.
-
-Shapes: T tokens, K experts a token, S = T·K token-expert pairs, C hidden, F expert hidden,
-N rows of a slot pool.
+Shapes: S = T·K token-expert pairs, C hidden, F expert hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,21 +16,3 @@ PostNorm = Callable[[torch.Tensor], torch.Tensor] | None
 # (matrix name, numbers of experts or rows, for each its tokens [S, in]) → for each [S, out],
 # bias included.
 ExpertLinear = Callable[[str, Sequence[int], Sequence[torch.Tensor]], list[torch.Tensor]]
-
-
-class GroupedExperts(Protocol):
-    """Computes routed experts from rows of weights.
-
-    hidden: [T, C] · row_ids: [T, K] int64, the row of each token's experts; negative: skip ·
-    weights: [T, K] · views: the layout's tensors as [N, *shape] · returns [T, C] in hidden's dtype.
-    """
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        row_ids: torch.Tensor,
-        weights: torch.Tensor,
-        views: Mapping[str, torch.Tensor],
-        gate: Gate,
-        post_norm: PostNorm,
-    ) -> torch.Tensor: ...

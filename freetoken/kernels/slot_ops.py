@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from freetoken.kernels import reference_slots
+from freetoken.kernels.dispatch import use_triton
 from freetoken.kernels.slot_tables import SlotTables
 
 
@@ -45,7 +46,7 @@ def fetch(bank_rows: torch.Tensor, pool_rows: torch.Tensor, tables: SlotTables) 
 
 
 def _implementation(tensor: torch.Tensor) -> Any:
-    if tensor.is_cuda:
+    if use_triton(tensor):
         from freetoken.kernels import triton_slots  # triton is loaded only where it is used
 
         return triton_slots

@@ -26,8 +26,8 @@ class SlotTables:
     slot_of [L·E]: slot, −1 absent · owner [N]: number, −1 free · stamp [N] int64: last step that
     used the slot, 0 never · priority [L·E]: see slot_order · clock [1] int64: the running step,
     from 1 · queue [N], num_victims [1], cursor [1]: slots that this step may take, in order, and
-    how     many it has passed · counters [4] int64: experts, once per layer and step: found in a
-    slot,     fetched, asked for, fetched into scratch rows.
+    how many it has passed · counters [4] int64: experts, once per layer and step: found in a slot,
+    fetched, asked for, fetched into scratch rows.
 
     Of the layer that was resolved last; entries behind the counts are leftovers:
     rows [E]: pool row, −1 not needed · fetch_experts, fetch_rows [E], num_fetch [1]: bank row to

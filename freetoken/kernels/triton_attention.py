@@ -18,6 +18,9 @@ from torch import Tensor
 from freetoken.kernels.triton_paged import join_kernel, share_kernel
 
 MAX_SPLITS = 64
+FEW_SPLITS = 8
+"""Up to so many are joined by a kernel of their own. There are two, and not one for each number of
+splits: a kernel takes about a second to compile."""
 WIDE_BATCH = 16
 """From so many tokens on, a program takes up to 64 lines of (token, head), else 16, which is the
 least that a tensor core takes."""
@@ -42,7 +45,7 @@ class Tiling:
         heads = min(group, widest)
         lines = widest if num_tokens >= WIDE_BATCH else 16
         tokens = 1
-        while 2 * tokens * heads <= lines and 2 * tokens <= num_tokens:
+        while 2 * tokens * heads <= lines:
             tokens *= 2
         lines = max(16, triton.next_power_of_2(heads * tokens))
         # 32 KiB of k and v a step, and twice that is in flight: consumer GPUs have 99 KiB.
@@ -83,6 +86,7 @@ def paged_attention(
         if window is not None:
             longest = min(longest, window + tiling.tokens)
         num_splits = _choose_splits(programs, triton.cdiv(longest, tiling.keys), query.device)
+    assert num_splits <= MAX_SPLITS
     if num_splits == 1:
         shares, lse = out, None
     else:
@@ -101,6 +105,7 @@ def paged_attention(
         shares,
         lse,
         total,
+        num_splits,
         float(scaling),
         0.0 if softcap is None else float(softcap),
         *query.stride()[:2],
@@ -114,7 +119,7 @@ def paged_attention(
         S=page_size,
         WINDOW=window or 0,
         HAS_CAP=softcap is not None,
-        NUM_SPLITS=num_splits,
+        IS_SPLIT=num_splits > 1,
         HEADS=tiling.heads,
         TOKENS=tiling.tokens,
         BLOCK_M=tiling.lines,
@@ -125,17 +130,19 @@ def paged_attention(
         num_stages=2,
     )
     if lse is not None:
+        split_block = FEW_SPLITS if num_splits <= FEW_SPLITS else MAX_SPLITS
         join_kernel[(total, num_heads)](
             shares,
             lse,
             num_tokens,
             sinks,
             out,
+            num_splits,
             H=num_heads,
             DV=v_size,
-            NUM_SPLITS=num_splits,
+            BLOCK_SPLITS=split_block,
             BLOCK_DV=v_block,
-            num_warps=4 if num_splits * v_block <= 8192 else 8,
+            num_warps=4 if split_block * v_block <= 8192 else 8,
         )
     return out
 

@@ -129,7 +129,7 @@ def _extend_kernel(
 ):
     # The last queries have the most keys: they start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # head-major queries of a long chunk pass 2³¹ elements
     index = first + tl.arange(0, BLOCK_M)
     is_query = index < num_queries
     dk = tl.arange(0, BLOCK_DK)
@@ -139,8 +139,8 @@ def _extend_kernel(
         mask=is_query[:, None] & (dk < DK)[None, :],
         other=0.0,
     )
-    keys = key + (head // GROUP).to(tl.int64) * k_head_stride
-    values = value + (head // GROUP).to(tl.int64) * v_head_stride
+    keys = key + (head // GROUP) * k_head_stride
+    values = value + (head // GROUP) * v_head_stride
 
     # Query i stands at key num_keys - num_queries + i.
     position = num_keys - num_queries + index

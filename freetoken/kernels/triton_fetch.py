@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-WORD_BYTES = 8
 # On an H200 gathers want about 0.1 MB in flight, and each program has all its loads of a piece out.
 PROGRAMS = 64
 PIECE_WORDS = 4096

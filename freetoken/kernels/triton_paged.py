@@ -12,7 +12,8 @@ import triton.language as tl
 from freetoken.kernels.triton_softmax import LOG2E, softmax_step, to_scores
 
 
-@triton.jit(do_not_specialize=["total"])
+# What differs between two numbers of tokens is no constant: each constant is compiled apart.
+@triton.jit(do_not_specialize=["total", "num_splits"])
 def share_kernel(
     query,
     k_pool,
@@ -25,6 +26,7 @@ def share_kernel(
     shares,
     lse,
     total,
+    num_splits,
     scaling,
     softcap,
     q_stride,
@@ -43,7 +45,7 @@ def share_kernel(
     S: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -53,9 +55,9 @@ def share_kernel(
 ):
     """Line m of the query tile is token m // HEADS and head m % HEADS of the program's.
 
-    With one split, `shares` is the output [T, H, DV] itself and `lse` is None. Else shares
-    [T, H, NUM_SPLITS, DV] f32 are normalised, and lse [T, H, NUM_SPLITS] is the base-2 logarithm of
-    their weight, -inf for none.
+    With one split, not IS_SPLIT, `shares` is the output [T, H, DV] itself and `lse` is None. Else
+    shares [T, H, num_splits, DV] f32 are normalised, and lse [T, H, num_splits] is the base-2
+    logarithm of their weight, -inf for none.
     """
     token = tl.program_id(0).to(tl.int64)
     tiles: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -67,7 +69,7 @@ def share_kernel(
     group_head = (tl.program_id(1) % tiles) * HEADS + line % HEADS
     head = kv_head * GROUP + group_head
     dv = tl.arange(0, BLOCK_DV)
-    line_out = ((token + peer) * H + head) * NUM_SPLITS + split
+    line_out = ((token + peer) * H + head) * num_splits + split
     place_out = shares + line_out[:, None] * DV + dv[None, :]
     is_head = (peer < TOKENS) & (group_head < GROUP)
 
@@ -87,7 +89,7 @@ def share_kernel(
     if num_tokens is not None:
         limit = tl.minimum(limit, tl.load(num_tokens).to(tl.int64))
     if token >= limit:
-        if NUM_SPLITS == 1:
+        if not IS_SPLIT:
             zeros = tl.zeros([BLOCK_M, BLOCK_DV], shares.dtype.element_ty)
             tl.store(place_out, zeros, mask=(is_head & (peer == 0))[:, None] & (dv < DV)[None, :])
         return
@@ -104,10 +106,10 @@ def share_kernel(
     if WINDOW > 0:
         first = tl.min(tl.where(is_line, position, high), axis=0)
         low = tl.maximum(first - WINDOW + 1, 0)
-    share = tl.cdiv(tl.cdiv(high - low, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(high - low, num_splits), BLOCK_N) * BLOCK_N
     start = low + split * share
     end = tl.minimum(start + share, high)
-    if NUM_SPLITS > 1 and start >= end:
+    if IS_SPLIT and start >= end:
         tl.store(lse + line_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_line)
         return
 
@@ -146,7 +148,7 @@ def share_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
 
     out_mask = is_line[:, None] & (dv < DV)[None, :]
-    if NUM_SPLITS == 1:
+    if not IS_SPLIT:
         if sinks is not None:
             sink = tl.load(sinks + head, mask=is_line, other=0.0).to(tl.float32) * LOG2E
             # m is finite: a token sees itself.
@@ -161,25 +163,26 @@ def share_kernel(
         tl.store(lse + line_out, log, mask=is_line)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def join_kernel(
     shares,
     lse,
     num_tokens,
     sinks,
     out,
+    num_splits,
     H: tl.constexpr,
     DV: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dv = tl.arange(0, BLOCK_DV)
-    split = tl.arange(0, NUM_SPLITS)
+    split = tl.arange(0, BLOCK_SPLITS)
     line = token * H + head
     place_out = out + line * DV + dv
-    log = tl.load(lse + line * NUM_SPLITS + split)
+    log = tl.load(lse + line * num_splits + split, mask=split < num_splits, other=float("-inf"))
     is_padding = False
     if num_tokens is not None:
         is_padding = token >= tl.load(num_tokens)
@@ -195,7 +198,7 @@ def join_kernel(
     if sinks is not None:
         total += tl.exp2(sink - m)
     part = tl.load(
-        shares + (line * NUM_SPLITS + split)[:, None] * DV + dv[None, :],
+        shares + (line * num_splits + split)[:, None] * DV + dv[None, :],
         mask=(log > float("-inf"))[:, None] & (dv < DV)[None, :],
         other=0.0,
     )

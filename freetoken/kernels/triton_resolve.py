@@ -20,7 +20,7 @@ FEW_PAIRS = 256
 # Ids that are counted at a time: at least one for each thread, as tl.histogram wants it.
 THREADS, MANY_IDS = 128, 1024
 # Pairs that a program finds places for, and others that it compares them with at a time.
-PAIR_BLOCK, MANY_OTHERS = 64, 256
+SMALL_PAIR_BLOCK, PAIR_BLOCK, MANY_OTHERS = 16, 64, 256
 
 
 def resolve(
@@ -29,7 +29,7 @@ def resolve(
     """See slot_ops.resolve. One launch."""
     num_pairs, top_k = ids.numel(), ids.shape[1]
     few = num_pairs <= FEW_PAIRS
-    pair_block = max(16, min(PAIR_BLOCK, triton.next_power_of_2(num_pairs)))
+    pair_block = SMALL_PAIR_BLOCK if num_pairs <= SMALL_PAIR_BLOCK else PAIR_BLOCK
     grid = (1 + max(1, triton.cdiv(num_pairs, pair_block)),)
     _resolve[grid](
         ids.contiguous(),

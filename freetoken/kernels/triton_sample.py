@@ -79,8 +79,10 @@ def _sample_long(
     kept = empty(num_rows, num_chunks, dtype=torch.float32)
     thresholds = empty(num_rows, dtype=torch.int32)
     buffer = empty(num_rows, CAPACITY, dtype=logits.dtype)
-    ints = empty(2, 3, num_rows, 3, dtype=torch.int32)
-    floats = empty(2, 3, num_rows, 2, dtype=torch.float64)
+    # Each a tensor of its own: the start of a part is aligned or not by the number of rows, and
+    # both would be compiled.
+    ints = [empty(3, num_rows, 3, dtype=torch.int32) for _ in range(2)]
+    floats = [empty(3, num_rows, 2, dtype=torch.float64) for _ in range(2)]
     sizes = (num_rows, vocab_size, logits.stride(0), MIN_TEMPERATURE)
     chunks = {
         "NUM_CHUNKS": num_chunks,

@@ -20,15 +20,20 @@ MAX_READS = 16
 @dataclass(frozen=True, slots=True)
 class Room:
     """What to start. `max_restarts`: so often within a minute it may end and come again; the
-    others go on meanwhile."""
+    others go on meanwhile. `standby_argv`: the same, but it only gets ready to begin, and begins at
+    a byte on its input; empty: it does not know how to."""
 
     name: str
     argv: tuple[str, ...]
     max_restarts: int = 0
+    standby_argv: tuple[str, ...] = ()
 
 
 class Child:
-    """A running room in a process group of its own, so that Ctrl-C reaches the launcher alone."""
+    """A running room in a process group of its own, so that Ctrl-C reaches the launcher alone.
+
+    `stands_by`: until `call` it waits to take the place of one that has ended.
+    """
 
     def __init__(
         self,
@@ -36,20 +41,29 @@ class Child:
         env: Mapping[str, str],
         lifeline: int,
         write_line: Callable[[str], None],
+        *,
+        stands_by: bool = False,
     ) -> None:
         self.room = room
+        self._call_fd: int | None = None
+        if stands_by:
+            lifeline, self._call_fd = os.pipe()  # a lifeline of its own
         self._write_line = write_line
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
         self._partial = b""
-        self._process = subprocess.Popen(
-            room.argv,
-            env=dict(env),
-            stdin=lifeline,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            bufsize=0,
-        )
+        try:
+            self._process = subprocess.Popen(
+                room.standby_argv if stands_by else room.argv,
+                env=dict(env),
+                stdin=lifeline,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                bufsize=0,
+            )
+        finally:
+            if stands_by:
+                os.close(lifeline)
         assert self._process.stdout is not None
         self.output_fd = self._process.stdout.fileno()
         os.set_blocking(self.output_fd, False)
@@ -62,6 +76,12 @@ class Child:
     def returncode(self) -> int | None:
         """None while it runs; negative: the signal that killed it."""
         return self._process.poll()
+
+    def call(self) -> None:
+        """Let one that stands by begin."""
+        assert self._call_fd is not None
+        with contextlib.suppress(BrokenPipeError):  # it has just ended, which is noted next
+            os.write(self._call_fd, b"\n")
 
     def pump(self) -> bool:
         """Pass on what it wrote; False at the end of its output."""
@@ -103,8 +123,15 @@ class Child:
         return True
 
     def close(self) -> None:
+        """Close its output."""
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+    def let_go(self) -> None:
+        """Once it has ended."""
+        if self._call_fd is not None:
+            os.close(self._call_fd)
+            self._call_fd = None
 
     def explain_end(self) -> str:
         """Why it ended, in one line."""

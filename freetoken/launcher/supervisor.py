@@ -1,6 +1,7 @@
 """The launcher's loop: start the rooms, pass on what they write, end them together.
 
-Who may end: a room with `max_restarts` comes again, with growing pauses, while the others go on.
+Who may end: a room with `max_restarts` comes again, with growing pauses, while the others go on; if
+it can stand by, another process of it does from the time the server is ready.
 The end of any other room is the end of the server: the rest go on for LINGER_S, so that clients get
 their error and a 503 instead of a closed door, then all stop and the reason is raised. One thread,
 one select, which the keeper of the worker's banks shares; health comes from another thread as a
@@ -74,6 +75,8 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._ends_s: dict[str, list[float]] = {}  # of rooms that were restarted
         self._due_s: dict[str, float] = {}  # when a room comes again
+        self._standbys: dict[str, Child] = {}
+        self._has_standbys = False
         self._failure: _Failure | None = None
         self._signals: list[int] = []
         self._has_been_ready = False
@@ -106,9 +109,25 @@ class Supervisor:
     # ------------------------------------------------------------ children
 
     def _start(self, room: Room) -> None:
-        child = Child(room, self._env, self._lifeline, self._report.log_line)
-        self._children[room.name] = child
+        standby = self._standbys.pop(room.name, None)
+        if standby is None:
+            self._children[room.name] = self._make_child(room, stands_by=False)
+            return
+        self._children[room.name] = standby
+        standby.call()
+
+    def _stand_by(self) -> None:
+        """Once for each time that the server is ready: if one ends early, a start takes longer."""
+        if not self._has_standbys and self._failure is None:
+            self._has_standbys = True
+            for room in self._rooms:
+                if room.standby_argv and room.name not in self._standbys:
+                    self._standbys[room.name] = self._make_child(room, stands_by=True)
+
+    def _make_child(self, room: Room, *, stands_by: bool) -> Child:
+        child = Child(room, self._env, self._lifeline, self._report.log_line, stands_by=stands_by)
         self._selector.register(child.output_fd, selectors.EVENT_READ, child)
+        return child
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -127,9 +146,15 @@ class Supervisor:
             self._selector.unregister(child.output_fd)
             child.close()
         child.kill_group()  # what it may have started
-        del self._children[child.room.name]
+        child.let_go()
+        for group in (self._children, self._standbys):
+            if group.get(child.room.name) is child:
+                del group[child.room.name]
 
     def _note_ends(self, now_s: float) -> None:
+        for standby in [child for child in self._standbys.values() if child.returncode is not None]:
+            self._forget(standby)
+            _log.warning(log.event("standby.ended", reason=standby.explain_end()))
         for child in [child for child in self._children.values() if child.returncode is not None]:
             self._forget(child)
             reason, code = child.explain_end(), child.returncode
@@ -169,13 +194,14 @@ class Supervisor:
         self._notifier.stopping("stopping" if self._failure is None else str(self._failure.error))
         deadline_s = time.monotonic() + STOP_S
         num_signals = len(self._signals)
-        for child in self._children.values():
+        everyone = [*self._children.values(), *self._standbys.values()]
+        for child in everyone:
             child.send(signal.SIGTERM)
-        while any(child.returncode is None for child in self._children.values()):
+        while any(child.returncode is None for child in everyone):
             if time.monotonic() >= deadline_s or len(self._signals) > num_signals:
                 break
             self._pump(TICK_S)
-        for child in list(self._children.values()):
+        for child in everyone:
             if child.returncode is None:
                 _log.warning(log.event("process.killed", process=child.room.name, after_s=STOP_S))
             child.kill_group()
@@ -202,6 +228,8 @@ class Supervisor:
         if status != self._status and self._failure is None:
             self._status = status
             self._notifier.status(status)
+        if self._has_been_ready and health is not None and health.is_ready:
+            self._stand_by()
         self._note_recovery(health, now_s)
         self._pet(health, now_s)
 
@@ -213,6 +241,7 @@ class Supervisor:
         if is_ready and self._down_s is not None:
             _log.info(log.event("server.ready_again", after_s=now_s - self._down_s))
             self._down_s = None
+            self._has_standbys = False
 
     def _pet(self, health: Health | None, now_s: float) -> None:
         """Signs of life while it or a new worker starts and while ready; a stalled server gives

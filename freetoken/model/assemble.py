@@ -159,8 +159,8 @@ def assemble(
 
     `num_slots`: of all layers together; None: experts are computed in place ·
     `context_tokens`: the longest request that will be served · `overlap_passes`: copy a layer's
-    experts while the layer before computes · `use_kernels`: attention through
-    the kernels' interface, as on a GPU, where it is the default.
+    experts while the layer before computes · `use_kernels`: attention through the kernels'
+    interface, as on a GPU, where it is the default.
     """
     on_cpu = device == "cpu"
     fix_rope(model, context_tokens)
@@ -170,15 +170,12 @@ def assemble(
     banks = [weights.banks[name] for name, _ in experts_modules(model)]
     in_place: list[InPlaceExperts] = []
     slots: SlotCache | None = None
-    routes: Sequence[LayerExperts]
     if num_slots is None or not modules:
-        in_place = [
-            InPlaceExperts(bank, gate_of(module), post_norm_of(module))
-            for bank, module in zip(banks, modules, strict=True)
-        ]
-        routes = in_place
+        in_place = [_in_place(bank, module) for bank, module in zip(banks, modules, strict=True)]
     else:
         slots = make_slots(banks, num_slots, device, overlap_passes)
+    routes: Sequence[LayerExperts] = in_place
+    if slots is not None:
         routes = [_slot_experts(i, module, slots) for i, module in enumerate(modules)]
     callees = Callees(attend_for(attention), routes)
     make_seat = seat_callees(callees)
@@ -204,6 +201,10 @@ def make_slots(
     pool = SlotPool(rows, num_slots, device)
     ring = PassRing(rows, pool.rows, pool.tables.slot_of, overlaps=overlap_passes)
     return SlotCache(pool, ring)
+
+
+def _in_place(bank: ExpertBank, module: nn.Module) -> InPlaceExperts:
+    return InPlaceExperts(bank, gate_of(module), post_norm_of(module))
 
 
 def _slot_experts(layer: int, module: nn.Module, slots: SlotCache) -> SlotExperts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch._dynamo.utils import counters
 
 from freetoken import log
 from freetoken.model.served import ServedModel
@@ -17,6 +18,8 @@ from freetoken.model.trial import Part, Trial
 EXTEND_TOKENS = 48
 """A first extend of this size: kernels that are made for any number of tokens suit it best."""
 NUM_DECODES = 2
+OTHER_TOKENS = (3, 7)
+"""Of further steps. The first of them may compile something else, the second may not."""
 PAGE_SIZE = 16
 # Of the lower quartile over tokens. Where two experts score alike, roundings pick one, and later
 # layers carry that on: how much roundings do in this model is seen from a pass, which rounds at
@@ -41,6 +44,7 @@ def compile_checked(model: ServedModel) -> bool:
     try:
         model.compile_layers()
         difference = _difference(_logits(model), expected)
+        is_dynamic = _serves_all_sizes(model)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
@@ -49,6 +53,8 @@ def compile_checked(model: ServedModel) -> bool:
     if not difference <= allowed:
         reason = f"logits differ by {difference:.1e} relative, allowed are {allowed:.1e}"
         return _give_up(model, reason)
+    if not is_dynamic:
+        return _give_up(model, "each number of tokens would be compiled apart")
     seconds = time.monotonic() - started_s
     _log.info(log.event("compile.done", seconds=seconds, difference=difference, noise=noise))
     return True
@@ -82,6 +88,15 @@ def _logits(model: ServedModel) -> torch.Tensor:
     for _ in range(NUM_DECODES):
         trial.step(Part(0, 1))
     return trial.logits(0)
+
+
+def _serves_all_sizes(model: ServedModel) -> bool:
+    """Whether what is compiled serves steps of other numbers of tokens."""
+    for num_tokens in OTHER_TOKENS:
+        before = counters["stats"]["unique_graphs"]
+        trial = Trial(model, [_ids(model)], page_size=PAGE_SIZE)
+        trial.step(Part(0, min(num_tokens, len(_ids(model)))))
+    return bool(counters["stats"]["unique_graphs"] == before)
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:

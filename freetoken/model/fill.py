@@ -58,12 +58,13 @@ def fill_weights(
     weights: Weights,
     memory: BankMemory | None,
     progress: Progress,
+    on_filled: Callable[[int], None] = lambda layer: None,
 ) -> int:
     """Read everything but the layers that `memory` holds already; a layer that is complete is
     marked there. Returns the bytes read.
 
-    `progress(what, done, total)`: in bytes. Raises ConfigError for a checkpoint that is damaged,
-    EngineError where memory is short.
+    `progress(what, done, total)`: in bytes · `on_filled(layer)`: a layer has just been marked.
+    Raises ConfigError for a checkpoint that is damaged, EngineError where memory is short.
     """
     names = [] if memory is None else [layer.name for layer in memory.identity.layers]
     layers = {name: i for i, name in enumerate(names) if memory and not memory.is_filled(i)}
@@ -84,6 +85,7 @@ def fill_weights(
             left[piece.layer] -= 1
             if memory is not None and piece.layer in layers and not left[piece.layer]:
                 memory.mark_filled(layers[piece.layer])
+                on_filled(layers[piece.layer])
             untrimmed += piece.num_bytes
             if untrimmed >= TRIM_BYTES:
                 trim_heap()

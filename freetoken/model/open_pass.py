@@ -26,6 +26,10 @@ class _Closed(BaseException):
     """Ends the forward of a pass that is given up; no handler of model code takes it."""
 
 
+class _GiveUp:
+    """The order to raise _Closed."""
+
+
 class PassThread:
     """The thread in which a model's passes run, one after the other; begun with the first.
 
@@ -57,7 +61,8 @@ class OpenPass:
     """One pass over all layers. Made by ServedModel.start_pass.
 
     While it waits, on-demand steps may run. On a GPU `advance` returns when the layers are queued
-    on the stream, not when they are done.
+    on the stream, not when they are done. When it is over it holds nothing but its logits; what has
+    gone wrong is nobody's local variable, as its traceback holds the tensors of the forward.
     """
 
     def __init__(
@@ -69,15 +74,15 @@ class OpenPass:
         thread: PassThread,
     ) -> None:
         """`forward`: the whole forward, called in the pass's thread · `ended`: called once."""
-        self._run = make_run(self._before_layer)
-        self._forward = forward
+        self._run: PassRun | None = make_run(self._before_layer)
+        self._forward: Callable[[], torch.Tensor] | None = forward
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._ended = ended
         self._num_threads = torch.get_num_threads()
         self._layers_left: int | None = 0
         # How many layers to run (None: all that are left), or the order to give up.
-        self._orders: SimpleQueue[int | _Closed | None] = SimpleQueue()
+        self._orders: SimpleQueue[int | _GiveUp | None] = SimpleQueue()
         # None: paused · the logits · what went wrong.
         self._reports: SimpleQueue[torch.Tensor | BaseException | None] = SimpleQueue()
         self._thread = thread
@@ -104,10 +109,13 @@ class OpenPass:
         if report is None:
             return False
         self._finish()
-        if isinstance(report, BaseException):
+        if isinstance(report, torch.Tensor):
+            self._logits = report
+            return True
+        try:
             raise report
-        self._logits = report
-        return True
+        finally:
+            del report
 
     def logits(self) -> torch.Tensor:
         """[n, V] float32 once `advance` has returned True."""
@@ -119,28 +127,33 @@ class OpenPass:
         if self._is_over:
             return
         if self._has_begun:
-            self._orders.put(_Closed())
+            self._orders.put(_GiveUp())
             self._reports.get()
         self._finish()
 
     def _finish(self) -> None:
         self._is_over = True
+        self._run = self._forward = None
         self._ended()
 
     def _work(self) -> None:
+        self._reports.put(self._compute())
+
+    def _compute(self) -> torch.Tensor | BaseException:
         """The thread. A new one starts outside inference mode and on the default stream."""
-        report: torch.Tensor | BaseException
         try:
+            run, forward = self._run, self._forward
+            assert run is not None
+            assert forward is not None
             self._take_order()
             with torch.inference_mode(), self._on_stream():
                 try:
-                    self._run.begin()
-                    report = self._forward()
+                    run.begin()
+                    return forward()
                 finally:
-                    self._run.end()
+                    run.end()
         except BaseException as error:
-            report = error
-        self._reports.put(report)
+            return error
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -152,6 +165,7 @@ class OpenPass:
 
     def _before_layer(self) -> None:
         if self._layers_left == 0:
+            assert self._run is not None
             self._run.pause()
             self._reports.put(None)
             self._take_order()
@@ -161,8 +175,8 @@ class OpenPass:
 
     def _take_order(self) -> None:
         order = self._orders.get()
-        if isinstance(order, _Closed):
-            raise order
+        if isinstance(order, _GiveUp):
+            raise _Closed
         self._layers_left = order
         # The number of threads belongs to a thread; the owner may have changed its own.
         if torch.get_num_threads() != self._num_threads:

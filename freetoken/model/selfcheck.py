@@ -59,10 +59,11 @@ def check_model(
 ) -> None:
     """Check the model in `path`, reading its config only. Raises EngineError naming the class.
 
-    `dtype` is the option's value. Takes about a second and a few miniatures of memory.
+    Its shape has been found already (load.read_shape). `dtype` is the option's value. Takes about a
+    second and a few miniatures of memory.
     """
     config = read_config(path)
-    check_config(config, experts=experts, dtype=resolve_dtype(path, config, dtype), device=device)
+    _check_cleanly(config, _Path(experts, device, None), resolve_dtype(path, config, dtype))
 
 
 def check_config(
@@ -74,9 +75,14 @@ def check_config(
     use_kernels: bool | None = None,
 ) -> None:
     """Like check_model, for a config that is not on disk. `use_kernels`: see assemble."""
+    measure_shape(build_meta_model(deepcopy(config), torch.float32))
+    _check_cleanly(config, _Path(experts, device, use_kernels), dtype)
+
+
+def _check_cleanly(config: PreTrainedConfig, ours: _Path, dtype: torch.dtype) -> None:
     with _exactly():
-        _check(config, _Path(experts, device, use_kernels), dtype)
-    if device != "cpu":
+        _check(config, ours, dtype)
+    if ours.device != "cpu":
         gc.collect()  # miniatures are held by cycles
         torch.cuda.empty_cache()
 
@@ -95,7 +101,6 @@ def _exactly() -> Iterator[None]:
 
 
 def _check(config: PreTrainedConfig, ours: _Path, dtype: torch.dtype) -> None:
-    measure_shape(build_meta_model(deepcopy(config), torch.float32))
     name = config.model_type
     reasons = []
     for small in miniatures(config):

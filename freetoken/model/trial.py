@@ -59,7 +59,9 @@ class Trial:
     def step(self, *parts: Part) -> None:
         """One on-demand step with these parts, in this order."""
         ids, context, at = self._plan(parts)
-        if self._num_padding:
+        # On a GPU steps are served with a count of tokens: kernels without it are others, which
+        # would be compiled for this alone.
+        if self._num_padding or self._model.device.type == "cuda":
             ids, context = _pad(ids, context, self._num_padding)
         self._keep(parts, self._model.forward(ids, context, at))
 

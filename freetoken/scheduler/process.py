@@ -24,6 +24,7 @@ from freetoken import log
 from freetoken.config import Config
 from freetoken.errors import ConfigError
 from freetoken.scheduler.apis import ApiSide
+from freetoken.scheduler.collector import Collector
 from freetoken.scheduler.health import Health, Signs, Status
 from freetoken.scheduler.pace import Fairness
 from freetoken.scheduler.peers import PeerTable
@@ -64,6 +65,7 @@ def run(config: Config) -> int:
         Health(config.stall_timeout_s),
         woken.fileno(),
     )
+    process.collector.start(time.monotonic())
     with wake, woken, _signals_to(wake):
         process.serve()
     os.close(held)
@@ -117,6 +119,7 @@ class SchedulerProcess:
         report_s: float = REPORT_S,
     ) -> None:
         self.epoch = time.time_ns() // 1000
+        self.collector = Collector()
         self._endpoints = endpoints
         self._scheduler = scheduler
         self._health = health
@@ -176,6 +179,7 @@ class SchedulerProcess:
             self._worker.replace_lost(now_s)
             self._apis.drop_gone(now_s)
             self._apis.flush(now_s)
+            self.collector.tick(now_s, not self._scheduler.num_in_flight)
         self._report(now_s)
         return True
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from freetoken.experts.pinning import Pinner
 from freetoken.experts.shared import BankMemory
 from freetoken.model.banks import BankKeeper, find_banks
 from freetoken.model.context import KvPools
-from freetoken.model.load import load_model, read_shape
+from freetoken.model.load import give_filled, load_model, read_shape
 from freetoken.model.scores import MAX_SCORES
 from freetoken.model.selfcheck import check_model
 from freetoken.model.served import ServedModel
@@ -49,6 +50,7 @@ class CheckpointSource:
         self._overlap_passes = overlap_passes
         self._keeper = keeper
         self._found: BankMemory | None = None
+        self._pinner: Pinner | None = None
         self._path = path
         self._dtype = dtype
         self._device = device
@@ -67,6 +69,9 @@ class CheckpointSource:
         return 0 if self._found is None else self._found.taken_bytes
 
     def check(self, experts: ExpertsMode) -> None:
+        if self._found is not None and self._device.type == "cuda":
+            self._pinner = Pinner()
+            give_filled(self._pinner, self._found)  # beside the check
         check_model(self._path, experts=experts, dtype=self._dtype, device=str(self._device))
 
     def load(
@@ -83,12 +88,14 @@ class CheckpointSource:
             device=str(self._device),
             experts=experts,
             num_slots=num_slots,
+            shape=self._shape,
             context_tokens=context_tokens,
             progress=report,
             overlap_passes=self._overlap_passes,
             found=found,
             keeper=self._keeper,
             host_free_bytes=measure_budget(),
+            pinner=self._pinner,
         )
 
     def make_pools(self, num_pages: int, page_size: int) -> KvPools:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +11,14 @@ from freetoken import log
 from freetoken.errors import ConfigError
 from freetoken.worker.budget import GPU_MARGIN_RATE, MIN_GPU_MARGIN_BYTES
 
+MIN_CAPABILITY = (8, 0)
+"""bf16 in tensor cores; what cuda/ is compiled for begins here too."""
+
 _log = log.get(__name__)
 
 
 def find_device(option: str) -> torch.device:
-    """The device that --device names; `auto` is the first GPU if torch can use one, else the CPU.
+    """The device that --device names; `auto` is the GPU if torch can use one, else the CPU.
 
     Raises ConfigError if a GPU is asked for that cannot be had.
     """
@@ -22,14 +26,17 @@ def find_device(option: str) -> torch.device:
         return torch.device("cpu")
     obstacle = _obstacle()
     if obstacle is None:
+        # Triton 3.9 warns that its default will change, which is what our kernels are tuned with.
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
         return torch.device("cuda", torch.cuda.current_device())
     if option == "cuda":
         raise ConfigError(f"--device cuda: {obstacle}; use --device cpu or auto")
+    _log.info(log.event("device.cpu", why=obstacle))
     return torch.device("cpu")
 
 
 def _obstacle() -> str | None:
-    """Why torch cannot use a GPU, or None."""
+    """Why no GPU can be used, or None."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     if not torch.cuda.is_available():
@@ -38,6 +45,10 @@ def _obstacle() -> str | None:
         torch.cuda.init()
     except RuntimeError as error:
         return f"the GPU cannot be used: {' '.join(str(error).split())}"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        names = [".".join(map(str, each)) for each in (capability, MIN_CAPABILITY)]
+        return f"the GPU has compute capability {names[0]}, the kernels need {names[1]}"
     return None
 
 

@@ -11,11 +11,16 @@ MIN_PIECE_TOKENS = 16
 """A piece this small that still runs out of memory fails its step."""
 
 # Texts of plain RuntimeErrors: torch's CPU allocator (c10/core/CPUAllocator.cpp), the CUDA runtime
-# and cuBLAS, whose contexts survive it.
+# and driver, libraries that want memory of their own, Triton when it loads a kernel, and ours in
+# cuda/. The GPU's context survives all of them.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+    "cudaErrorMemoryAllocation",
 )
 
 _log = log.get(__name__)

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from freetoken import log
 from freetoken.kernels.sample_ops import sample
 from freetoken.model.context import KvPools, Segment, StepContext
 from freetoken.worker.batch import pieces_of, segments_of
@@ -29,6 +32,23 @@ from freetoken.worker.sampler import LogprobTensors, Sampled, Sampler
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens of the steps that have graphs: those that launching kernels would hold up."""
 NUM_COUNTERS = 4
+
+_log = log.get(__name__)
+
+
+@contextmanager
+def _on_this_stream(pool: Any) -> Iterator[None]:
+    """What a capture that fails leaves as it was: the current stream, and where memory is taken
+    from. torch's own context undoes neither; RuntimeError if the device is lost."""
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch.cuda.synchronize()
+        raise
 
 
 def buckets_up_to(num_tokens: int) -> tuple[int, ...]:
@@ -111,7 +131,7 @@ class StepGraphs:
         self._device = rows.last_tokens.device
         layouts = [self._layout(count) for count in buckets_up_to(max_tokens)]
         self._num_bytes = max(self._layout(max_tokens).num_bytes, layouts[-1].num_bytes)
-        num_samples = layouts[-1].num_samples
+        num_samples = min(max_tokens, rows.max_rows)
         num_outputs = NUM_COUNTERS + num_samples
         self._buffer = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
         self._outputs = torch.zeros(num_outputs, dtype=torch.int64, device=self._device)
@@ -119,16 +139,12 @@ class StepGraphs:
         self._buckets = [self._place(layout) for layout in layouts]
         self._seats: list[_Seat] = []
 
-    @property
-    def static_bytes(self) -> int:
-        """Device memory of the static buffers."""
-        return self._buffer.nbytes + self._outputs.nbytes + self._logits.nbytes
-
     @torch.inference_mode()
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Record the graph of each bucket, largest first, in one memory pool; CUDA only.
 
-        report(done, total). No step may be in flight.
+        A model whose code asks the device something cannot be captured: its steps run without
+        graphs, the log says so. report(done, total). No step may be in flight.
         """
         pool = torch.cuda.graph_pool_handle()
         total = len(self._buckets)
@@ -139,11 +155,27 @@ class StepGraphs:
             bucket.inputs.sampled_rows.fill_(self._rows.max_rows)
             self._run(bucket.inputs, ())  # compiles what this number of tokens needs
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._run(bucket.inputs, ())
+            try:
+                with _on_this_stream(pool):
+                    graph = self._record(bucket, pool)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:300]
+                _log.warning("steps run without CUDA graphs, several times slower: %s", reason)
+                break
             self._buckets[i] = replace(bucket, graph=graph)
         report(total, total)
+
+    def _record(self, bucket: _Bucket, pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._run(bucket.inputs, ())
+        return graph
+
+    def drop(self) -> None:
+        """Run steps as they are."""
+        self._buckets = [replace(bucket, graph=None) for bucket in self._buckets]
 
     def enqueue(self, work: Work) -> list[Enqueued]:
         """Queue a step of at least one token, in smaller pieces if memory is short."""
@@ -164,6 +196,8 @@ class StepGraphs:
         """Queue the way home of what a pass has drawn; None: it goes on."""
         if sampled is not None:
             self._take(row_ids, sampled)
+        # A pass leaves them alone, but others may have changed them since the last step.
+        self._count()
         logprobs = None if sampled is None else sampled.logprobs
         return self._send(row_ids, logprobs, self._take_seat())
 
@@ -193,6 +227,9 @@ class StepGraphs:
         )
         last_tokens.index_copy_(0, inputs.sampled_rows, tokens.clamp(min=0))
         self._outputs[NUM_COUNTERS : NUM_COUNTERS + len(tokens)].copy_(tokens)
+        self._count()
+
+    def _count(self) -> None:
         counters = self._model.counters
         if counters is not None:
             self._outputs[:NUM_COUNTERS].copy_(counters)

@@ -20,15 +20,12 @@ PLAIN_ROW_BYTES = 8 << 20
 NUM_TRIES = 3
 
 
-def measure_link(
-    device: torch.device, bank_rows: Tensor | None = None, pool_rows: Tensor | None = None
-) -> Link | None:
+def measure_link(device: torch.device, bank_rows: Tensor | None = None) -> Link | None:
     """Bytes per second from host memory to a cuda `device`; None for other devices.
 
     bank_rows: [E, row_bytes] uint8 cpu, a layer of a bank, pinned as a whole; None or not pinned:
-    other memory is measured, and the gather is estimated · pool_rows: [n, row_bytes] uint8 on the
-    device, rows whose content nobody needs, such as the scratch rows; None: up to 256 MiB are taken
-    and given back. Waits for the device.
+    other memory is measured, and the gather is estimated. Takes up to 256 MiB on the device and
+    gives them back. Waits for the device.
     """
     if device.type != "cuda":
         return None
@@ -38,12 +35,11 @@ def measure_link(
         link = Link.of_copy(_measure_copy(rows, torch.empty_like(rows, device=device)))
     else:
         rows = bank_rows[: max(1, MAX_BYTES // bank_rows.shape[1])]
-        if pool_rows is None:
-            pool_rows = torch.empty_like(rows, device=device)
-        rows, pool_rows = rows[: len(pool_rows)], pool_rows[: len(rows)]
+        pool_rows = torch.empty_like(rows, device=device)
         copy_bytes_s = _measure_copy(rows, pool_rows)
         link = Link(copy_bytes_s, min(copy_bytes_s, _measure_gather(rows, pool_rows)))
-    del rows, pool_rows
+        del pool_rows
+    del rows
     torch.cuda.empty_cache()
     return link
 

@@ -71,8 +71,8 @@ class Computed:
 class Launched:
     """A step on the device, in one or more parts of which the last ends last.
 
-    void: rows that an earlier step took with it
-    after this one was launched · settle: turns it into its result.
+    void: rows that an earlier step took with it after this one was launched · settle: turns it into
+    its result.
     """
 
     plan: StepPlan

@@ -34,7 +34,6 @@ from freetoken.wire.messages import (
     WorkerFailed,
 )
 from freetoken.wire.sockets import Endpoints
-from freetoken.worker.budget import measure_budget
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.device import find_device
 from freetoken.worker.faults import StepError, describe
@@ -91,7 +90,7 @@ def serve(config: Config, source: ModelSource) -> None:
     link = SchedulerLink(Endpoints.in_directory(config.run_dir), progress)
     try:
         link.say_hello()
-        started = start(config, source, progress, measure_budget())
+        started = start(config, source, progress)
         gc.collect()
         gc.freeze()  # the libraries' million objects are not looked at again between steps
         progress.phase, progress.detail = Phase.READY, "serving"

@@ -139,7 +139,8 @@ class Runner:
             with torch.inference_mode():
                 return self._launch(plan, started_s)
         except StepError as error:
-            failed = error
+            # Another one: tracebacks hold the tensors of what has failed.
+            failed = StepError(str(error))
         except (RuntimeError, MemoryError) as error:
             message = memory_message(error)
             failed = StepError(f"out of memory outside the forward: {message}")

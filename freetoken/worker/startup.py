@@ -19,8 +19,9 @@ from freetoken.errors import ConfigError, EngineError
 from freetoken.experts.cost import Link, Routed
 from freetoken.model.heap import trim_heap
 from freetoken.wire.messages import Phase, WorkerReady
-from freetoken.worker.budget import measure_gpu_budget
+from freetoken.worker.budget import measure_budget, measure_gpu_budget
 from freetoken.worker.device import DeviceMemory, check_prices, find_spare
+from freetoken.worker.faults import describe, is_out_of_memory
 from freetoken.worker.kv import pool_bytes
 from freetoken.worker.link import Progress
 from freetoken.worker.link_speed import measure_link
@@ -34,6 +35,9 @@ from freetoken.worker.source import ExpertsMode, ModelSource
 from freetoken.worker.threads import StepThreads
 from freetoken.worker.threshold import Threshold, on_demand_tokens
 from freetoken.worker.warmup import warm_up
+
+LATER = ("graphs", "pass", "kv_reach", "sampling")
+"""Prices of what the first steps do not take: they are of one row, whose chunk is its first."""
 
 _log = log.get(__name__)
 
@@ -72,7 +76,9 @@ class _Start:
         started_s = time.monotonic()
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not self.sizes.on_gpu or not is_out_of_memory(error):
+                raise
             raise EngineError(
                 f"the GPU's memory ran out while {self.progress.detail}: {error}; does anything "
                 "else use it? Lower --max-step-tokens, or ask for fewer slots or a smaller KV pool"
@@ -81,11 +87,11 @@ class _Start:
 
 
 def start(
-    config: Config, source: ModelSource, progress: Progress, host_budget_bytes: int
+    config: Config, source: ModelSource, progress: Progress, host_budget_bytes: int | None = None
 ) -> Started:
     """Everything before serving. Raises ConfigError or EngineError with the reason.
 
-    `host_budget_bytes`: of the host's memory; that of a GPU is measured here.
+    `host_budget_bytes`: of the host's memory; None: it is measured here, as that of a GPU is.
     """
     sizes = source.read_sizes()
     experts = choose_experts(config, sizes)
@@ -116,12 +122,24 @@ def _start_on_gpu(parts: _Start) -> Started:
     threshold = make_threshold(parts.config, parts.sizes, plan, link)
     runner.observer = StepObserver(threshold, model.num_layers)
     if parts.compiles and can_capture(model):
-        what = "capturing CUDA graphs"
-        with parts.stage(Phase.CHECKING, what):
-            runner.capture(lambda done, total: parts.report(what, done, total))
+        _capture(parts, runner)
     model.fill_slots()  # the steps so far asked for nothing that anyone will ask for
     check_prices(memory.peak(), plan.prices)
     return Started(runner, announce(parts.config, plan, runner, model))
+
+
+def _capture(parts: _Start, runner: Runner) -> None:
+    """CUDA graphs, unless the model asks the device something, which they cannot hold."""
+    what = "capturing CUDA graphs"
+    with parts.stage(Phase.CHECKING, what):
+        try:
+            runner.capture(lambda done, total: parts.report(what, done, total))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            _log.warning("steps run without CUDA graphs, several times slower: %s", describe(error))
+            assert runner.graphs is not None
+            runner.graphs.drop()
 
 
 def _load(parts: _Start) -> Model:
@@ -172,16 +190,16 @@ def announce(config: Config, plan: MemoryPlan, runner: Runner, model: Model) -> 
 
 def choose_experts(config: Config, sizes: ModelSizes) -> ExpertsMode:
     """`auto`: slots on a GPU, if there are experts at all; in place on a CPU, where every expert is
-    in reach. ConfigError for a threshold then."""
+    in reach. ConfigError for options about slots then."""
     if config.experts == "slots":
         return "slots"
     if sizes.on_gpu:
         return "slots" if config.experts == "auto" and sizes.num_all_experts else "in-place"
+    given = ["--moe-cache-auto"] if config.moe_cache_auto else []
     if config.extend_threshold != "auto":
-        raise ConfigError(
-            f"--extend-threshold {config.extend_threshold} is about expert slots, which need "
-            "--experts slots"
-        )
+        given.append(f"--extend-threshold {config.extend_threshold}")
+    if given:
+        raise ConfigError(f"{given[0]} is about expert slots, which need --experts slots")
     return "in-place"
 
 
@@ -190,11 +208,14 @@ def make_plan(
     source: ModelSource,
     sizes: ModelSizes,
     experts: ExpertsMode,
-    host_budget_bytes: int,
+    host_budget_bytes: int | None,
 ) -> MemoryPlan:
     """The memory plan for the device; ConfigError if it cannot hold."""
     request = make_request(config, sizes, has_slots=experts == "slots")
-    host_budget_bytes += source.find_banks(experts)  # they are not free, but ours
+    found_bytes = source.find_banks(experts)  # not free, but ours; another model's are dropped
+    if host_budget_bytes is None:
+        host_budget_bytes = measure_budget()
+    host_budget_bytes += found_bytes
     if not sizes.on_gpu:
         return plan_memory(sizes, request, host_budget_bytes)
     return plan_memory(sizes, request, measure_gpu_budget(source.device), host_budget_bytes)
@@ -207,11 +228,13 @@ def grow_slots(
     and exactly those where a flag says how many."""
     if not plan.num_slots or config.moe_cache_size or config.moe_cache_rate:
         return plan
-    spare = find_spare(memory.read(), plan.budget_bytes, plan.prices.get("graphs", 0))
+    later_bytes = sum(plan.prices.get(name, 0) for name in LATER)
+    spare = find_spare(memory.read(), plan.budget_bytes, later_bytes)
     num_slots = min(sizes.num_all_experts, plan.num_slots + spare // sizes.expert_bytes)
     if num_slots <= plan.num_slots:
         return plan
-    model.resize_slots(num_slots)
+    if not _resize(model, num_slots, plan.num_slots):
+        return plan
     rate = num_slots / sizes.num_all_experts
     _log.info(
         log.event("slots.grown", planned=plan.num_slots, moe_cache_size=num_slots)
@@ -221,11 +244,27 @@ def grow_slots(
     return replace(plan, num_slots=num_slots, resident_rate=rate, prices=prices)
 
 
+def _resize(model: Model, num_slots: int, num_planned: int) -> bool:
+    """False: there are holes in what is free, and it stays at the number that has been there."""
+    try:
+        model.resize_slots(num_slots)
+        return True
+    except torch.OutOfMemoryError as error:
+        reason = str(error)
+    _log.warning(log.event("slots.not_grown", moe_cache_size=num_planned, error=reason))
+    model.resize_slots(num_planned)
+    return False
+
+
 def make_threshold(config: Config, sizes: ModelSizes, plan: MemoryPlan, link: Link) -> Threshold:
     """From how many tokens on a step on the GPU is a pass."""
     routed = Routed(sizes.num_moe_layers, sizes.num_experts, sizes.top_k, sizes.expert_bytes)
-    most = plan.max_on_demand_tokens
-    threshold = Threshold(config.extend_threshold, routed, link, plan.resident_rate, most)
+    option, most = config.extend_threshold, plan.max_on_demand_tokens
+    if option != "auto" and option > most:
+        _log.warning(
+            "--extend-threshold %d: steps on demand have at most %d new tokens here", option, most
+        )
+    threshold = Threshold(option, routed, link, plan.resident_rate, most)
     _log.info(log.event("threshold", **threshold.describe()))
     return threshold
 

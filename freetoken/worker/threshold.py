@@ -52,8 +52,8 @@ def on_demand_tokens(option: int | Literal["auto"], num_experts: int, top_k: int
 class Threshold:
     """The most extend tokens of a step on demand, refreshed from the steps that are observed.
 
-    `tokens` is announced with each result. A number as option stays as it is; `auto` is at least 1
-    and at most `max_tokens`, the largest step on demand.
+    `tokens` is announced with each result: at most `max_tokens`, the largest step on demand. A
+    number as option stays as it is up to there; `auto` is at least 1.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Threshold:
     def _find(self) -> int:
         """The last T before a pass is cheaper for the first time."""
         if self._option != "auto":
-            return self._option
+            return min(self._option, self._max_tokens)
         # Costs jump between buckets only, and grow within one: look at the ends, then inside.
         low, high = 1, 1
         while self._is_cheaper(high):

@@ -1,5 +1,7 @@
 import re
 import socket
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -39,9 +41,31 @@ def test_loopback_is_told_from_what_others_reach() -> None:
 
 
 def test_memory_that_is_too_small_is_refused_with_both_numbers() -> None:
-    host.check_memory(10, 10)
+    host.check_memory(10, 10, with_gpu=False)
     with pytest.raises(ConfigError, match=r"need 3\.00 GiB .* 1\.50 GiB are available"):
-        host.check_memory(3 * host.GIB, 3 * host.GIB // 2)
+        host.check_memory(3 * host.GIB, 3 * host.GIB // 2, with_gpu=False)
+
+
+def test_with_a_gpu_only_the_plan_knows_how_much_lies_in_host_memory() -> None:
+    host.check_memory(11, 10, with_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_driver", "expected"),
+    [("auto", True, True), ("cuda", True, True), ("cpu", True, False), ("auto", False, False)],
+)
+def test_a_gpu_may_be_used_where_its_driver_is(
+    device: Literal["auto", "cpu", "cuda"],
+    has_driver: bool,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = tmp_path / "nvidiactl"
+    if has_driver:
+        driver.touch()
+    monkeypatch.setattr(host, "GPU_FILES", (driver,))
+    assert host.may_use_gpu(Config(device=device)) == expected
 
 
 def test_only_an_open_server_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:

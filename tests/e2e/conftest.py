@@ -17,7 +17,10 @@ from tests.checkpoints import write_json
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of Qwen3-MoE with random weights and a byte-level tokenizer."""
-    path = tmp_path_factory.mktemp("checkpoint") / "tiny-moe"
+    return save_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny-moe", num_layers=2)
+
+
+def save_tiny(path: Path, num_layers: int) -> Path:
     tokenizer = byte_level_tokenizer()
     config = AutoConfig.for_model(
         "qwen3_moe",
@@ -25,7 +28,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=32,
         intermediate_size=48,
         moe_intermediate_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,

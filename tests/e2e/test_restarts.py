@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.server import START_S, Server, Stream, await_server, await_status, start, status_of
@@ -23,10 +24,16 @@ def server(tiny_checkpoint: Path, runtime: Path) -> Iterator[Server]:
         yield await_server(running, runtime)
 
 
+def standbys_of(server: Server) -> list[int]:
+    children = psutil.Process(server.running.process.pid).children()
+    return [child.pid for child in children if "--stand-by" in child.cmdline()]
+
+
 def test_a_killed_worker_comes_again_with_its_experts(server: Server) -> None:
     text = server.complete("abcdefgh", 12)
     assert "bank.kept" in server.running.output
     pids = server.pids
+    (standby,) = standbys_of(server)
     with Stream(server.url) as stream, Stream(server.url) as other:
         stream.next()
         other.next()
@@ -40,13 +47,14 @@ def test_a_killed_worker_comes_again_with_its_experts(server: Server) -> None:
     await_status(server.url, 200, START_S)
     assert server.complete("abcdefgh", 12) == text
     again = server.pids
-    assert again["worker"] != pids["worker"]
+    assert again["worker"] == standby
     assert (again["api"], again["scheduler"]) == (pids["api"], pids["scheduler"])
     server.running.wait_for(r"bank\.found layers=2 filled=2")
     first, second = (int(size) for size in DENSE_BYTES.findall(server.running.output))
     experts = 2 * 4 * 3 * 16 * 32 * 4  # two layers of four experts, three matrices in fp32
     assert first - second == experts
     server.running.wait_for(r"server\.ready_again after_s=")
+    assert "standby.ended" not in server.running.output
 
 
 def test_a_worker_that_dies_too_often_ends_the_server(server: Server) -> None:

@@ -24,8 +24,9 @@ def _exact_products() -> Iterator[None]:
     torch.set_float32_matmul_precision(precision)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _memory_given_back() -> Iterator[None]:
+    """Models are held by cycles: they go now, and not while a later test captures or measures."""
     yield
     gc.collect()
     if torch.cuda.is_available():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from freetoken.model.compile_check import compile_checked
 from freetoken.model.load import load_model, read_shape
 from freetoken.model.plain import plain_logits
 from freetoken.model.served import ServedModel
@@ -158,7 +159,7 @@ def test_compiled_layers_compute_the_same(name: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
     family = make_family(name, tmp_path)
     ours = family.load()
-    ours.compile()
+    assert compile_checked(ours)
     assert_equal(on_demand(ours, family.rows, num_padding=3), family.expected)
     assert_equal(in_passes(ours, family.rows, 9), family.expected)
     torch._dynamo.reset()

@@ -5,12 +5,14 @@ In fp32 (no TF32) logits may differ by 1e-4 relative, where the order of sums gi
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from freetoken.model.compile_check import compile_checked
 from freetoken.model.context import StepContext
 from freetoken.model.load import load_model
 from freetoken.model.selfcheck import check_config
@@ -18,7 +20,8 @@ from freetoken.model.served import ServedModel
 from freetoken.model.trial import Part, Trial
 from tests.model import tiny
 
-pytestmark = pytest.mark.gpu
+# The compiler warns of what it would rather do, such as TF32.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DEVICE = "cuda"
 TOLERANCE = 1e-4
@@ -85,7 +88,7 @@ def test_captured_steps_equal_transformers(family: Family, compiled: bool) -> No
     torch._dynamo.reset()
     model = family.load()
     if compiled:
-        model.compile()
+        assert compile_checked(model)
     assert model.can_capture
     rows = [tiny.random_ids(LENGTH, 1), tiny.random_ids(LENGTH, 2)]
     trial = Trial(model, rows)
@@ -95,6 +98,19 @@ def test_captured_steps_equal_transformers(family: Family, compiled: bool) -> No
         trial.step(Part(0, 1), Part(1, 1))
     trial.step(Part(0, 3), Part(1, 1))
     family.check(trial, rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True)
+def test_banks_are_pinned_again_where_others_were(family: Family) -> None:
+    rows = [tiny.random_ids(length, seed) for length, seed in ROWS]
+    for _ in range(3):
+        model = family.load()
+        assert model.can_capture
+        trial = Trial(model, rows)
+        mixed_steps(trial)
+        family.check(trial, rows)
+        del model, trial
+        gc.collect()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"], indirect=True)

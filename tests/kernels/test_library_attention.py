@@ -57,3 +57,16 @@ def test_the_libraries_agree(num_queries, size, monkeypatch, device):
     got = subject.plain_attention(query, key, value, size**-0.5)
     expected = reference.extend_attention(query, key, value, scaling=size**-0.5)
     torch.testing.assert_close(got, expected, **TOLERANCES[torch.bfloat16])
+
+
+@pytest.mark.parametrize("is_head_major", [False, True])
+def test_tiles_have_the_same_strides_whatever_they_are_cut_from(is_head_major):
+    """Otherwise each new length of a prompt would cost plans of cuDNN's, 70 ms each."""
+    from freetoken.kernels.library_attention import _token_major
+
+    strides = set()
+    for length in (40, 50):
+        shape = (4, length, 16) if is_head_major else (length, 4, 16)
+        whole = torch.zeros(shape).transpose(0, 1) if is_head_major else torch.zeros(shape)
+        strides.add(_token_major(whole[8:24]).stride())
+    assert len(strides) == 1

@@ -125,3 +125,32 @@ def test_an_empty_batch(device):
         query[:0], k_pool, v_pool, page_table, rows[:0], positions[:0], None, scaling=1.0
     )
     assert out.shape == (0, 4, 16)
+
+
+class Launches:
+    """Stands for a kernel and notes the constants that it would be compiled for."""
+
+    def __init__(self):
+        self.constants = set()
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.constants.add(tuple(constants.items()))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 4), (8, 8), (16, 1)])
+def test_few_kernels_serve_all_numbers_of_tokens(heads, kv_heads, device, monkeypatch):
+    """Each is compiled when its first graph is captured, which takes about a second."""
+    from freetoken.kernels import triton_attention as subject
+
+    share, join = Launches(), Launches()
+    monkeypatch.setattr(subject, "share_kernel", share)
+    monkeypatch.setattr(subject, "join_kernel", join)
+    monkeypatch.setattr(subject, "_num_multiprocessors", lambda device: 132)
+    pool = torch.zeros(3, 16, kv_heads, 64, dtype=torch.bfloat16, device=device)
+    table = torch.zeros(4, 2048, dtype=torch.int32, device=device)
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        query = torch.zeros(num_tokens, heads, 64, dtype=torch.bfloat16, device=device)
+        places = torch.zeros(2, num_tokens, dtype=torch.int64, device=device)
+        subject.paged_attention(query, pool, pool, table, *places, None, scaling=1.0)
+    assert len(share.constants) <= 3
+    assert len(join.constants) <= 2

@@ -1,4 +1,4 @@
-"""A stand-in for a room: `fake_room.py NAME PORT BEHAVIOUR --config X --launcher-pid PID`.
+"""A stand-in for a room: `fake_room.py NAME PORT BEHAVIOUR [--stand-by] --launcher-pid PID`.
 
 The api answers /health/ready; the others wait. BEHAVIOUR: `well`; `deaf` ignores
 SIGTERM; `orphanable` starts a child of its own; `refuses` ends with a configuration error, and
@@ -51,6 +51,9 @@ def main() -> None:
     if behaviour == "orphanable":
         grandchild = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL)
         print(f"grandchild {grandchild.pid}", flush=True)
+    if "--stand-by" in sys.argv:
+        print(f"standby pid {os.getpid()}", flush=True)
+        guard.await_call()
     if name == "freetoken-api":
         server = ThreadingHTTPServer(("127.0.0.1", int(port)), Answers)
         print(f"{name} pid {os.getpid()}", flush=True)

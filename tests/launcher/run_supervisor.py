@@ -25,14 +25,19 @@ def main() -> int:
     restarts = {"api": 5, "worker": int(behaviours.pop("restarts", 0))}
     log.setup("launcher")
     poller = HealthPoller("127.0.0.1", int(port), busy_s=0.05, calm_s=0.1)
+    standbys = behaviours.pop("standbys", None)
+
+    def argv(name: str, *more: str) -> tuple[str, ...]:
+        behaviour = behaviours.get(name, "well")
+        command = (sys.executable, FAKE, f"freetoken-{name}", port, behaviour)
+        return (*command, *more, "--launcher-pid", str(os.getpid()))
+
     rooms = [
         Room(
             f"freetoken-{name}",
-            (
-                *(sys.executable, FAKE, f"freetoken-{name}", port),
-                *(behaviours.get(name, "well"), "--launcher-pid", str(os.getpid())),
-            ),
+            argv(name),
             restarts.get(name, 0),
+            argv(name, "--stand-by") if name == standbys else (),
         )
         for name in ("scheduler", "worker", "api")
     ]

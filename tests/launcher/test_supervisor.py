@@ -208,6 +208,45 @@ def test_a_dead_worker_comes_again_as_often_as_it_may(start: Start) -> None:
         assert re.search(r"killed by SIGKILL .*; 3 times in 60 s$", server.last_line)
 
 
+def standby_of(server: Running) -> int:
+    return int(server.wait_for(r"standby pid (\d+)")[1])
+
+
+def test_one_that_stands_by_takes_the_place_of_a_dead_worker(start: Start) -> None:
+    with start("restarts=2", "standbys=worker") as server:
+        _, worker, _ = pids_of(server)
+        standby = standby_of(server)
+        server.output = ""
+        kill(worker)
+        assert pid_of(server, "worker") == standby
+        server.output = ""
+        kill(standby)
+        third = pid_of(server, "worker")  # nobody stood by: the fake is never seen to be away
+        assert third not in (worker, standby)
+        server.process.terminate()
+        assert server.wait(5) == 0
+        assert is_gone(third, 0)
+
+
+def test_a_start_takes_longer_where_the_one_that_stood_by_is_dead(start: Start) -> None:
+    with start("restarts=2", "standbys=worker") as server:
+        _, worker, _ = pids_of(server)
+        kill(standby_of(server))
+        server.wait_for(r"standby\.ended .*SIGKILL")
+        server.output = ""
+        kill(worker)
+        assert pid_of(server, "worker") != worker
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_one_that_stands_by_ends_with_the_launcher(start: Start, end: signal.Signals) -> None:
+    with start("restarts=2", "standbys=worker") as server:
+        pids = [*pids_of(server), standby_of(server)]
+        server.process.send_signal(end)
+        server.wait(5)
+        assert all(is_gone(pid, 3) for pid in pids)
+
+
 def test_a_worker_that_refuses_to_come_again_ends_the_server(start: Start, tmp_path: Path) -> None:
     with start("worker=refuses-again", "restarts=2", FAKE_DIR=str(tmp_path)) as server:
         kill(pids_of(server)[1])

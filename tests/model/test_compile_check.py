@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from freetoken.model import compile as compile_module
 from freetoken.model import compile_check
 from freetoken.model.compile_check import compile_checked
 from freetoken.model.load import load_model
@@ -93,6 +94,18 @@ def test_layers_that_compute_something_else_run_as_they_are(
     use_backend(monkeypatch, backend)
     assert not compile_checked(model)
     assert "logits differ by" in caplog.text
+    assert torch.equal(logits(model), expected)
+
+
+def test_layers_that_are_compiled_for_each_number_of_tokens_run_as_they_are(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After some dozens of numbers torch.compile would refuse in the middle of serving."""
+    expected = logits(model)
+    use_backend(monkeypatch, "eager")
+    monkeypatch.setattr(compile_module, "_mark", lambda value, num_tokens: None)
+    assert not compile_checked(model)
+    assert "each number of tokens" in caplog.text
     assert torch.equal(logits(model), expected)
 
 

@@ -9,12 +9,14 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from freetoken.errors import ConfigError, EngineError
+from freetoken.experts.pinning import Pinner
 from freetoken.experts.shared import BankMemory
 from freetoken.model import fill, filler
 from freetoken.model.assemble import Weights
@@ -23,8 +25,9 @@ from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import list_tensors, read_config
 from freetoken.model.conversion import plan_loading
 from freetoken.model.fill import fill_weights
-from freetoken.model.load import load_model
+from freetoken.model.load import give_filled, load_model
 from freetoken.model.placement import Placement
+from freetoken.model.served import ServedModel
 from tests.model import tiny
 from tests.processes import ROOT, clean_environment
 
@@ -287,6 +290,61 @@ def test_a_changed_checkpoint_has_another_identity(tmp_path: Path) -> None:
     assert Load(path).identity.digest != changed.digest
 
 
+# ---- pinning
+
+
+def load_pinned(path: Path, pinner: Pinner, **options: Any) -> ServedModel:
+    def progress(what: str, done: int, total: int) -> None:
+        pass
+
+    return load_model(
+        path,
+        dtype="auto",
+        device="cpu",
+        experts="slots",
+        num_slots=4,
+        progress=progress,
+        pinner=pinner,
+        **options,
+    )
+
+
+def released(rows: torch.Tensor) -> None:
+    """Undoes nothing."""
+
+
+def test_layers_are_pinned_as_soon_as_they_are_filled(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    filled: list[bool] = []
+    pinner = Pinner(lambda rows: filled.append(bool(rows.any(1).all())), released)
+    model = load_pinned(path, pinner)
+    assert filled == [True] * len(filled)
+    banks = model._slots.pool.banks
+    assert len(filled) == len(banks) > 1
+    assert all(bank.is_pinned for bank in banks)
+
+
+def test_layers_that_are_there_are_pinned_before_and_once(tmp_path: Path) -> None:
+    load = Load(checkpoint(tmp_path))
+    memory = load.fill()
+    rows: list[int] = []
+    pinner = Pinner(lambda tensor: rows.append(tensor.data_ptr()), released)
+    give_filled(pinner, memory)
+    banks = load_pinned(load.path, pinner, found=memory)._slots.pool.banks
+    assert rows == [bank.rows.data_ptr() for bank in banks]
+    assert all(bank.is_pinned for bank in banks)
+
+
+def test_banks_that_were_pinned_for_other_files_are_no_use(tmp_path: Path) -> None:
+    load = Load(checkpoint(tmp_path))
+    memory = load.fill()
+    with Pinner(released, released) as pinner:
+        give_filled(pinner, memory)
+        os.utime(next(load.path.glob("*.safetensors")))
+        with pytest.raises(EngineError, match="have changed while"):
+            load_pinned(load.path, pinner, found=memory)
+
+
 # ---- memory
 
 
@@ -321,7 +379,7 @@ def test_banks_that_are_there_need_no_more_memory(tmp_path: Path) -> None:
 PEAK = """
 import sys
 from pathlib import Path
-from freetoken.model.load import load_model
+from freetoken.model.load import give_filled, load_model
 
 def peak_kib():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 
+import pytest
 import torch
 
 from freetoken.model.attention import PagedAttention
@@ -74,3 +79,65 @@ def test_thread_serves_all_passes_and_ends_with_their_owner() -> None:
     del thread
     seen[0].join(10)
     assert not seen[0].is_alive()
+
+
+class _Ring(list[object]):
+    """Stands for what a pass holds; a plain list takes no weak references."""
+
+
+def holding_pass(held: _Ring, fails: bool) -> OpenPass:
+    """A pass of two layers whose forward, context and run hold `held`."""
+    runs: list[PassRun] = []
+
+    def make_run(before_layer: BeforeLayer) -> PassRun:
+        runs.append(PassRun([], PagedAttention(), None, [None, None], before_layer))
+        held.append(runs[0])
+        return runs[0]
+
+    def forward() -> torch.Tensor:
+        hidden = held
+        for layer in range(2):
+            runs[0].enter_layer(layer)
+        if fails:
+            raise torch.OutOfMemoryError(f"{len(hidden)} tensors")
+        return torch.zeros(1)
+
+    return OpenPass(make_run, forward, torch.device("cpu"), lambda: None, PassThread())
+
+
+def fail(running: OpenPass) -> None:
+    assert not running.advance(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        running.advance()
+
+
+def give_up(running: OpenPass) -> None:
+    assert not running.advance(1)
+    running.close()
+
+
+def finish(running: OpenPass) -> None:
+    assert running.advance()
+
+
+@pytest.mark.parametrize("end", [fail, give_up, finish])
+def test_what_a_pass_has_held_is_free_when_it_is_over(end: Callable[[OpenPass], None]) -> None:
+    """At once, and not when garbage is collected: with less memory it is tried again."""
+    held = _Ring()
+    seen = weakref.ref(held)
+    running = holding_pass(held, end is fail)
+    del held
+    gc.disable()
+    try:
+        end(running)
+        assert _dies(seen)
+    finally:
+        gc.enable()
+
+
+def _dies(reference: weakref.ref[_Ring]) -> bool:
+    """The pass's thread lets go a moment after it has reported."""
+    deadline_s = time.monotonic() + 5
+    while reference() is not None and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return reference() is None

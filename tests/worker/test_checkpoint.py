@@ -9,7 +9,8 @@ import torch
 
 from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError
-from freetoken.model import step
+from freetoken.model import load, selfcheck, step
+from freetoken.model.shape import measure_shape
 from freetoken.wire.messages import Extend, PageRun, Sampling, StepMode, StepPlan, pack_ids
 from freetoken.worker import checkpoint as subject
 from freetoken.worker.checkpoint import CheckpointSource
@@ -59,6 +60,23 @@ def decode(runner, row, position, first, count):
     for i in range(count - 1):
         text.append(tokens_of(runner.execute(decode_plan({row: position + i})))[row])
     return text
+
+
+def test_a_large_model_is_measured_once(checkpoint, monkeypatch):
+    """Which takes a second for 48 layers, of the few that a worker has to come again."""
+    measured = []
+
+    def measure(model):
+        measured.append(model.config.num_hidden_layers)
+        return measure_shape(model)
+
+    for module in (load, selfcheck):
+        monkeypatch.setattr(module, "measure_shape", measure)
+    config = Config(model=str(checkpoint), dtype="float32", page_size=4, max_rows=4)
+    source = CheckpointSource(checkpoint, "float32", torch.device("cpu"))
+    start(config, source, Progress(), BUDGET)
+    assert measured[0] == NUM_LAYERS
+    assert NUM_LAYERS not in measured[1:]
 
 
 @pytest.mark.parametrize("gathered_keys", [10, step.MAX_GATHERED_KEYS])

@@ -29,6 +29,18 @@ def test_without_a_usable_gpu_auto_is_the_cpu_and_cuda_is_refused_with_the_reaso
         find_device("cuda")
 
 
+@pytest.mark.parametrize(
+    ("capability", "obstacle"), [((7, 5), "capability 7.5, the kernels need 8.0"), ((8, 0), None)]
+)
+def test_a_gpu_that_is_too_old_is_an_obstacle(monkeypatch, capability, obstacle):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    found = subject._obstacle()
+    assert found is None if obstacle is None else obstacle in found
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_here_the_reason_is_named():
     with pytest.raises(ConfigError, match=r"without CUDA|finds no GPU"):

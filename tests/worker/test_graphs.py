@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 import torch
@@ -126,7 +130,60 @@ def test_counters_of_queued_steps_are_those_of_each_step(path):
     assert result.stats.slot_hits + result.stats.slot_misses in (0, 3 * 8)
 
 
+def test_a_pass_before_any_step_counts_nothing_of_the_steps_before_the_slots_were_filled(path):
+    """As at a start where every step is a pass: on demand there was only the warm-up."""
+    runner = make_runner(path, queues_steps=True)
+    runner.execute(start_plan(0, PROMPT[:5], 0, num_pages=10))
+    runner.forget_all()
+    runner._model.fill_slots()
+    prompt = start_plan(0, PROMPT, 0, num_pages=10, mode=StepMode.PASS)
+    stats = [runner.execute(plan).stats for plan in (prompt, decode_plan({0: len(PROMPT)}))]
+    assert stats[0].slot_hits + stats[0].slot_misses in (0, 3 * 8)
+    assert all(min(s.slot_hits, s.slot_misses, s.expert_bytes) >= 0 for s in stats)
+
+
 def test_buckets_reach_the_largest_step():
     assert buckets_up_to(1) == (1,)
     assert buckets_up_to(36) == (1, 2, 4, 8, 16, 32, 64)
     assert buckets_up_to(256) == buckets_up_to(1000) == BUCKETS
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """As if this were a GPU whose captures fail, until the list that is returned has none left;
+    what was done to its streams is noted."""
+    stream = SimpleNamespace(device_index=0)
+    left, done = [], []
+
+    @contextmanager
+    def graph(recorded, **options):
+        yield
+        if left:
+            raise left.pop()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda given: done.append(given is stream))
+    monkeypatch.setattr(logging.getLogger("freetoken"), "propagate", True)
+    return left, done
+
+
+def test_a_model_that_cannot_be_captured_is_served_without_graphs(path, captures, caplog):
+    errors, restored = captures
+    errors.append(RuntimeError("operation not permitted when stream is capturing"))
+    runner = make_runner(path, queues_steps=True)
+    expected = texts(runner, [GREEDY])
+    runner.capture(lambda done, total: None)
+    assert restored == [True]
+    assert "not permitted when stream is capturing" in caplog.text
+    assert texts(runner, [GREEDY]) == expected
+
+
+def test_memory_that_runs_out_while_capturing_ends_the_start(path, captures):
+    captures[0].append(torch.OutOfMemoryError("CUDA out of memory"))
+    runner = make_runner(path, queues_steps=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.capture(lambda done, total: None)

@@ -7,9 +7,10 @@ import torch
 
 from freetoken.wire.messages import Sampling, StepMode, pack_ids, unpack_ids
 from freetoken.worker.faults import StepError
+from freetoken.worker.graphs import BUCKETS
 from freetoken.worker.pending import VOID_TOKEN
 from tests.worker.fakes import VOCAB_SIZE, HashModel, expected_next, expected_text, new_runner
-from tests.worker.plans import decode_plan, start_plan, tokens_of
+from tests.worker.plans import decode_plan, make_plan, start_plan, tokens_of
 
 
 class PoisonedModel(HashModel):
@@ -113,6 +114,22 @@ def test_padding_of_a_bucket_changes_nothing(num_rows, num_tokens):
             plan = decode_plan(dict.fromkeys(prompts, num_tokens + i))
             texts[-1].append(tokens_of(runner.execute(plan)))
     assert texts[0] == texts[1]
+
+
+def test_more_rows_than_the_largest_graph_has_tokens_decode_in_one_step():
+    num_rows = BUCKETS[-1] + 3
+    changes = {"max_rows": num_rows, "num_pages": num_rows, "max_step_tokens": num_rows}
+    runner = new_runner(HashModel(), queues_steps=True, **changes)
+    starts = [start_plan(row, [row % 90], row, num_pages=1) for row in range(num_rows)]
+    plan = make_plan(
+        starts=[start for plan in starts for start in plan.starts],
+        page_runs=[run for plan in starts for run in plan.page_runs],
+        extends=[extend for plan in starts for extend in plan.extends],
+    )
+    first = tokens_of(runner.execute(plan))
+    assert first == {row: expected_next([row % 90]) for row in range(num_rows)}
+    second = tokens_of(runner.execute(decode_plan(dict.fromkeys(range(num_rows), 1))))
+    assert second == {row: expected_next([row % 90, first[row]]) for row in range(num_rows)}
 
 
 def test_logprobs_come_with_the_rows_that_asked_for_them():

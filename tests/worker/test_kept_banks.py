@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from freetoken.config import Config
 from freetoken.errors import ConfigError
 from freetoken.worker import checkpoint as subject
+from freetoken.worker import startup
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.link import Progress
 from freetoken.worker.startup import Started, start
@@ -52,7 +53,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return tiny.save(tiny.make_model(tiny.make_config("qwen3_moe")), tmp_path)
 
 
-def start_worker(path: Path, shelf: Shelf, budget: int = BUDGET, **options: object) -> Started:
+def start_worker(
+    path: Path, shelf: Shelf, budget: int | None = BUDGET, **options: object
+) -> Started:
     values = {"experts": "slots", "moe_cache_size": 4} | options
     config = Config(model=str(path), dtype="float32", max_rows=4, max_step_tokens=64, **values)
     source = CheckedSource(path, config.dtype, torch.device("cpu"), shelf)
@@ -85,6 +88,24 @@ def test_banks_of_another_checkpoint_are_dropped_before_new_ones_are_made(checkp
     assert shelf.dropped == 1
     assert shelf.kept is not None
     assert shelf.kept[0] != old
+
+
+def test_banks_of_another_checkpoint_do_not_count_against_the_budget(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is free when they are dropped, and not before."""
+    shelf = Shelf()
+    start_worker(checkpoint, shelf)
+    os.utime(next(checkpoint.glob("*.safetensors")))
+    measured = []
+
+    def measure() -> int:
+        measured.append(shelf.dropped)
+        return BUDGET
+
+    monkeypatch.setattr(startup, "measure_budget", measure)
+    start_worker(checkpoint, shelf, None)
+    assert measured == [1]
 
 
 def test_experts_in_place_have_nothing_to_keep(checkpoint: Path) -> None:

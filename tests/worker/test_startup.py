@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -180,6 +181,56 @@ def test_a_gpu_that_is_full_after_all_ends_the_start_with_what_was_being_done(
         start_on_gpu()
 
 
+@pytest.mark.parametrize("name", ["graphs", "pass", "kv_reach", "sampling"])
+def test_what_the_first_steps_do_not_take_stays_free_for_later_ones(name):
+    config, sizes, model = Config(), fake_sizes(**MOE), Grown()
+    plan = replace(planned(config, sizes), num_slots=100, prices={name: 20 * MIB, "kv": 30 * MIB})
+    assert grow_slots(config, sizes, plan, model, Reading(61 * MIB)).num_slots == 110
+
+
+def test_slots_that_do_not_grow_after_all_are_as_many_as_planned():
+    class Full(Grown):
+        def resize_slots(self, num_slots):
+            super().resize_slots(num_slots)
+            if num_slots > 100:
+                raise torch.OutOfMemoryError("CUDA out of memory: holes")
+
+    config, sizes, model = Config(), fake_sizes(**MOE), Full()
+    plan = replace(planned(config, sizes), num_slots=100)
+    assert grow_slots(config, sizes, plan, model, Reading(GIB)) is plan
+    assert model.num_slots == 100
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fatal"),
+    [
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+    ],
+)
+def test_a_model_that_graphs_cannot_hold_is_served_without_them(
+    start_on_gpu, monkeypatch, error, is_fatal
+):
+    def capture(self, report):
+        raise error
+
+    monkeypatch.setattr(Runner, "capture", capture)
+    if is_fatal:
+        with pytest.raises(EngineError, match="ran out while capturing CUDA graphs"):
+            start_on_gpu()
+        return
+    started, events = start_on_gpu()
+    assert events[-1] == "fill"
+    assert tokens_of(started.runner.execute(start_plan(0, [1, 2], 0))) == {0: expected_next([1, 2])}
+
+
+@pytest.mark.parametrize("option", [{"moe_cache_auto": True}, {"extend_threshold": 5}])
+def test_options_about_slots_are_refused_where_there_are_none(option):
+    with pytest.raises(ConfigError, match="need --experts slots"):
+        choose_experts(Config(**option), fake_sizes())
+
+
 def test_slots_take_what_is_left_after_the_first_steps():
     config, sizes, model = Config(), fake_sizes(**MOE), Grown()
     plan = replace(planned(config, sizes), num_slots=100, prices={"graphs": 20 * MIB})
@@ -213,6 +264,13 @@ def test_a_given_threshold_is_taken_as_it_is(option, expected):
     config, sizes = Config(extend_threshold=option), fake_sizes(**MOE)
     threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
     assert threshold.tokens == expected
+
+
+def test_a_threshold_that_no_step_on_demand_reaches_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("freetoken"), "propagate", True)
+    config, sizes = Config(extend_threshold=5000), fake_sizes(**MOE)
+    threshold = make_threshold(config, sizes, planned(config, sizes), LINK)
+    assert f"at most {threshold.tokens} new tokens" in caplog.text
 
 
 @pytest.mark.parametrize("sizes", [MOE, DENSE])

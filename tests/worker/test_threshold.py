@@ -46,13 +46,17 @@ def test_auto_with_every_expert_in_use_is_one_token(num_experts, top_k):
 # ---------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.parametrize("option", [0, 7, 5000])
+@pytest.mark.parametrize("option", [0, 7, 256])
 def test_a_number_stays_whatever_is_observed(option):
     threshold = make(option)
     assert threshold.tokens == option
     for _ in range(5 * REFRESH_STEPS):
         threshold.observe(1, 128, is_pass=False, step_s=0.002, num_bytes=0)
     assert threshold.tokens == option
+
+
+def test_a_number_beyond_the_largest_step_on_demand_means_that_step():
+    assert make(5000).tokens == 256
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
-"""The reference kernel against the definition, one token and one expert at a time."""
+"""Experts in place against the definition, one token and one expert at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from freetoken.kernels import reference
-from freetoken.kernels.reference import group_by_expert, grouped_experts
+from freetoken.kernels import inplace_experts
+from freetoken.kernels.inplace_experts import group_by_expert, routed_experts
+from freetoken.kernels.ops import PostNorm
 
 C, FF, N = 12, 6, 5
 
@@ -27,6 +30,25 @@ def make_views(has_bias: bool) -> dict[str, torch.Tensor]:
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def compute(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    views: dict[str, torch.Tensor],
+    post_norm: PostNorm = None,
+) -> torch.Tensor:
+    def linear(name: str, experts: Sequence[int], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        bias = views.get(f"{name}_bias")
+        return [
+            F.linear(x, views[name][expert], None if bias is None else bias[expert])
+            for expert, x in zip(experts, xs, strict=True)
+        ]
+
+    return routed_experts(
+        hidden, ids, weights, linear, "gate_up_proj", "down_proj", N, swiglu, post_norm
+    )
 
 
 def naive(
@@ -54,7 +76,7 @@ def naive(
 @pytest.mark.parametrize("halve", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 9])
 @pytest.mark.parametrize("low", [0, -1, -N])
-def test_grouped_experts_equals_the_definition(
+def test_experts_in_place_equal_the_definition(
     has_bias: bool, halve: bool, num_tokens: int, low: int
 ) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
@@ -64,7 +86,7 @@ def test_grouped_experts_equals_the_definition(
     # Of N rows and, with low < 0, of ids on both sides that must be skipped.
     ids = torch.randint(low, N - low, (num_tokens, 3), generator=generator)
     norm = (lambda x: x / 2) if halve else None
-    got = grouped_experts(hidden, ids, weights, views, swiglu, norm)
+    got = compute(hidden, ids, weights, views, norm)
     torch.testing.assert_close(got, naive(hidden, ids, weights, views, halve))
 
 
@@ -72,7 +94,7 @@ def test_grouped_experts_equals_the_definition(
 def test_tokens_without_any_expert_give_zero(num_tokens: int) -> None:
     hidden = torch.ones(num_tokens, C, dtype=torch.float64)
     ids = torch.tensor([[-1, N]] * num_tokens)
-    got = grouped_experts(hidden, ids, torch.ones(num_tokens, 2), make_views(False), swiglu, None)
+    got = compute(hidden, ids, torch.ones(num_tokens, 2), make_views(False))
     assert got.eq(0).all()
     assert got.shape == hidden.shape
 
@@ -94,7 +116,7 @@ def test_group_by_expert_is_the_same_for_few_and_for_many_pairs(
 ) -> None:
     ids = torch.randint(low, 8 - low, (500, 4), generator=torch.Generator().manual_seed(0))
     many = group_by_expert(ids, 8)
-    monkeypatch.setattr(reference, "FEW_PAIRS", ids.numel())
+    monkeypatch.setattr(inplace_experts, "FEW_PAIRS", ids.numel())
     few = group_by_expert(ids, 8)
     assert few.experts == many.experts == list(range(8))
     assert few.sizes == many.sizes
@@ -113,5 +135,5 @@ def test_weights_of_another_type_do_not_change_the_type_of_the_result() -> None:
     hidden = torch.ones(3, C, dtype=torch.bfloat16)
     views = {name: view.bfloat16() for name, view in make_views(False).items()}
     weights = torch.ones(3, 2, dtype=torch.float32)
-    got = grouped_experts(hidden, torch.tensor([[0, 1]] * 3), weights, views, swiglu, None)
+    got = compute(hidden, torch.tensor([[0, 1]] * 3), weights, views)
     assert got.dtype == torch.bfloat16
