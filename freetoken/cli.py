@@ -6,13 +6,14 @@ when it is asked for, so that `ft --help` is quick and the api never loads what 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import cast
+from typing import NoReturn, cast
 
 from freetoken.errors import ConfigError, EngineError, FreeTokenError
 from freetoken.nearest import suggest
@@ -37,8 +38,16 @@ INTERRUPTED = 128 + 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `ft argv`; returns the exit code."""
+    """Run `ft argv`, by default the process's own arguments; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    code = run(arguments)
+    if argv is None and arguments[:1] == ["worker"]:
+        _leave(code)
+    return code
+
+
+def run(arguments: list[str]) -> int:
+    """`ft arguments`; errors become one line."""
     name = "ft"
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -65,6 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `ft config | head`: nobody reads on, which is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process here: to take a million of torch's objects apart takes the interpreter
+    seconds, and after a fault of the GPU it may not get to an end at all."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def describe() -> str:

@@ -94,3 +94,27 @@ def test_the_nearest_name_is_a_prefix_or_the_most_alike() -> None:
     assert find_nearest("--xyzzy", names) is None
     assert find_nearest("x", []) is None
     assert suggest("--xyzzy", names) == ""
+
+
+WORKER_THAT_FAILS = """
+import atexit, sys
+from freetoken import cli
+atexit.register(print, "taken apart")
+sys.argv[1:] = ["worker", "/nowhere"]
+print("begun")
+cli.main()
+"""
+
+
+def test_a_worker_ends_without_the_interpreters_own_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER_THAT_FAILS],
+        cwd=ROOT,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("freetoken-worker: error: no directory /nowhere")
+    assert done.stdout == "begun\n"

@@ -92,7 +92,7 @@ def _release(release: Release, rows: torch.Tensor) -> None:
         release(rows)
     except (RuntimeError, OSError) as error:
         # A device that is lost has released everything.
-        _log.warning(log.event("bank.unpinned", error=" ".join(str(error).split())))
+        _log.warning(log.event("bank.not_released", error=" ".join(str(error).split())))
 
 
 def _num_bytes(banks: Sequence[RowBank]) -> int:

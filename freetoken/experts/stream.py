@@ -83,6 +83,7 @@ class PassRing:
     def enter_layer(self, layer: int) -> None:
         """The chunks of `layer` come next; what is queued so far has computed those before."""
         self._count_asked()
+        self._await_experts()  # of the layer before, if nobody took them: their rows come again
         self._layer = layer
         if self._stream is not None:
             self._entered[layer % HALVES].record()
@@ -94,10 +95,7 @@ class PassRing:
     def take(self, layer: int, ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The layer's experts as views [E, *shape], for tokens that ask for ids [T, K]."""
         assert layer == self._layer, f"layer {layer} computes, layer {self._layer} was entered"
-        if self._stream is not None and not self._has_waited:
-            # Here and not before: the layer's attention needs no experts.
-            torch.cuda.current_stream().wait_event(self._arrived[layer % HALVES])
-            self._has_waited = True
+        self._await_experts()  # here and not before: the layer's attention needs no experts
         ids = ids.flatten().long()
         skipped = (ids < 0) | (ids >= self._num_experts)
         self._asked.index_fill_(0, ids.masked_fill(skipped, self._num_experts), 1)
@@ -117,6 +115,13 @@ class PassRing:
         self._count_asked()
         self._layer = None
         self.is_running = False
+
+    def _await_experts(self) -> None:
+        """What is queued from now on finds the experts of the layer that was entered."""
+        if self._stream is None or self._layer is None or self._has_waited:
+            return
+        torch.cuda.current_stream().wait_event(self._arrived[self._layer % HALVES])
+        self._has_waited = True
 
     def _sets_out_early(self, layer: int) -> bool:
         """Whether a layer's copies are queued before the arithmetic of the layer before."""

@@ -83,6 +83,7 @@ class Supervisor:
         self._status = ""
         self._pet_s = 0.0
         self._down_s: float | None = None  # since when it is not ready, having been
+        self._ended_s: float | None = None  # when a room ended, until health shows it
         self._selector = selectors.DefaultSelector()
         self._lifeline, self._lifeline_end = os.pipe()
 
@@ -172,6 +173,7 @@ class Supervisor:
         if len(ends_s) > room.max_restarts:
             self._fail(f"{reason}; {len(ends_s)} times in {RESTART_WINDOW_S:.0f} s", 1, now_s)
             return
+        self._ended_s = now_s if self._ended_s is None else self._ended_s
         pause_s = min(FIRST_PAUSE_S * 2 ** (len(ends_s) - 1), MAX_PAUSE_S)
         self._due_s[room.name] = now_s + pause_s
         _log.warning(log.event("process.restart", reason=reason, pause_s=pause_s))
@@ -237,7 +239,8 @@ class Supervisor:
         """A line when the server is ready again, with the seconds that it was not."""
         is_ready = health is not None and health.is_ready
         if self._has_been_ready and not is_ready and self._down_s is None:
-            self._down_s = now_s
+            self._down_s = now_s if self._ended_s is None else self._ended_s
+            self._ended_s = None
         if is_ready and self._down_s is not None:
             _log.info(log.event("server.ready_again", after_s=now_s - self._down_s))
             self._down_s = None

@@ -18,7 +18,7 @@ from freetoken.model.trial import Part, Trial
 EXTEND_TOKENS = 48
 """A first extend of this size: kernels that are made for any number of tokens suit it best."""
 NUM_DECODES = 2
-OTHER_TOKENS = (3, 7)
+OTHER_TOKENS = (2, 3)
 """Of further steps. The first of them may compile something else, the second may not."""
 PAGE_SIZE = 16
 # Of the lower quartile over tokens. Where two experts score alike, roundings pick one, and later

@@ -13,6 +13,8 @@ What holds, with `max_stall_ms` M, `decode_share` s, a decode step of d and part
 * A pass that takes P alone is done after at most (2 + s / (1 - s)) P, two decode steps for each of
   its parts, and one step more: newcomers are let in only while what they have added is no more than
   what the pass has had.
+* Where there are no passes, a long prompt goes in chunks that the streams ride with: a chunk is as
+  large as fits into M, with MIN_CHUNK tokens at the least.
 * Without anybody else, parts are long: M / 2, so that a newcomer finds a pause within M.
 """
 
@@ -32,6 +34,9 @@ model may be cheaper than the others."""
 
 WEIGHT = 0.25
 """Of a new measurement in a running mean."""
+
+MIN_CHUNK = 64
+"""Tokens. Fewer at a time make a prompt much slower and a stream hardly smoother, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +67,33 @@ class Times:
     decode_ms: float = 10.0
     extend_ms: float = 50.0
     layer_ms: float = 10.0
+    token_ms: float | None = None  # of a chunk
     has_decode: bool = False
 
-    def note_step(self, ms: float, has_extends: bool) -> None:
+    def note_step(self, ms: float, num_extended: int, has_decodes: bool) -> None:
         """An on-demand step is done."""
-        if has_extends:
+        if num_extended:
             self.extend_ms = max(ms, self.extend_ms + WEIGHT * (ms - self.extend_ms))
+            self._note_chunk(ms - self.decode_ms if has_decodes else ms, num_extended)
         elif self.has_decode:
             self.decode_ms += WEIGHT * (ms - self.decode_ms)
         else:
             self.decode_ms, self.has_decode = ms, True
+
+    def _note_chunk(self, ms: float, num_tokens: int) -> None:
+        if num_tokens < MIN_CHUNK:
+            return
+        token_ms = max(ms, 0.0) / num_tokens
+        if self.token_ms is None:
+            self.token_ms = token_ms
+        else:
+            self.token_ms += WEIGHT * (token_ms - self.token_ms)
+
+
+def longest_ms(fairness: Fairness, times: Times) -> float:
+    """What may come between two decode steps, so that a stream's gap keeps to the limit."""
+    stall_ms = fairness.max_stall_ms
+    return max(MARGIN * stall_ms - times.decode_ms, stall_ms / 4)
 
 
 @dataclass(slots=True)
@@ -86,7 +108,7 @@ class Charge:
     ms: float
     layers: int = 0
     has_decodes: bool = False
-    has_extends: bool = False
+    num_extended: int = 0  # tokens
     decode_ms: float = 0.0
 
 
@@ -159,7 +181,7 @@ class Account:
         stall_ms, share = self.fairness.max_stall_ms, self.fairness.decode_share
         if crowd.is_empty:
             return stall_ms / 2
-        limit_ms = max(MARGIN * stall_ms - self.times.decode_ms, stall_ms / 4)
+        limit_ms = longest_ms(self.fairness, self.times)
         if not crowd.decodes or not share:
             return limit_ms
         due_ms = self.decode_ms * (1 - share) / share - self.contested_ms
@@ -175,7 +197,7 @@ class Account:
             self.contested_ms += charge.ms if charge.has_decodes else 0.0
         else:
             self.steps_since += 1
-            self.has_let_in = self.has_let_in or charge.has_extends
+            self.has_let_in = self.has_let_in or charge.num_extended > 0
             self.decode_ms += charge.decode_ms
             self.newcomer_ms += charge.ms - charge.decode_ms
 
@@ -186,7 +208,7 @@ class Account:
             self.pass_ms += more_ms
             self.contested_ms += more_ms if charge.has_decodes else 0.0
             self.note_part(charge.layers, ms)
-        elif charge.has_extends:
+        elif charge.num_extended:
             self.newcomer_ms = max(0.0, self.newcomer_ms + more_ms)
         else:
             self.decode_ms += more_ms
@@ -213,6 +235,16 @@ class Pace:
             return account.prefers_part(crowd)
         return crowd.is_empty or self.last_mode is not StepMode.PASS
 
+    def chunk_tokens(self, has_decodes: bool, limit: int) -> int:
+        """How many tokens of prompts may ride with the rows that decode, where there are no passes:
+        what fits into the longest gap, at most `limit`."""
+        token_ms = self.times.token_ms
+        if not has_decodes or token_ms == 0.0:
+            return limit
+        room_ms = longest_ms(self.fairness, self.times)
+        fitting = 0 if token_ms is None else int(room_ms / token_ms)
+        return min(limit, max(fitting, MIN_CHUNK))
+
     def new_account(self) -> Account:
         return Account(self.fairness, self.times)
 
@@ -222,12 +254,12 @@ class Pace:
         return self._expect(StepMode.PASS, Charge(account, ms, layers, crowd.decodes))
 
     def charge_step(
-        self, account: Account | None, *, has_decodes: bool, has_extends: bool
+        self, account: Account | None, *, has_decodes: bool, num_extended: int
     ) -> Charge:
         """An on-demand step is planned."""
         decode_ms = self.times.decode_ms if has_decodes else 0.0
-        ms = max(self.times.extend_ms, decode_ms) if has_extends else decode_ms
-        charge = Charge(account, ms, 0, has_decodes, has_extends, decode_ms)
+        ms = max(self.times.extend_ms, decode_ms) if num_extended else decode_ms
+        charge = Charge(account, ms, 0, has_decodes, num_extended, decode_ms)
         return self._expect(StepMode.ON_DEMAND, charge)
 
     def _expect(self, mode: StepMode, charge: Charge) -> Charge:
@@ -239,6 +271,6 @@ class Pace:
     def settle(self, charge: Charge, ms: float) -> None:
         """The result of a step is here."""
         if not charge.layers:
-            self.times.note_step(ms, charge.has_extends)
+            self.times.note_step(ms, charge.num_extended, charge.has_decodes)
         if charge.account is not None:
             charge.account.settle(charge, ms)

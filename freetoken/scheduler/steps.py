@@ -6,7 +6,7 @@ Called by the scheduler's `plan`; asks the pace whose turn it is, the roster for
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from freetoken.scheduler.chunks import Deal, StepLimits, deal
 from freetoken.scheduler.node import TOKEN_BYTES
@@ -72,7 +72,7 @@ class StepDraft:
     def fill(self, roster: Roster, pace: Pace) -> None:
         """An on-demand step or a part of a pass, whoever's turn it is and can use it."""
         opened = roster.open_pass
-        rows, dealt = self._deal(roster)
+        rows, dealt = self._deal(roster, pace)
         crowd = Crowd(bool(roster.decoding), any(dealt.on_demand))
         account = None if opened is None or opened.is_stopped else opened.account
         may_pass = any(dealt.in_pass) if opened is None else account is not None
@@ -85,9 +85,13 @@ class StepDraft:
         if self.is_empty and may_pass:
             self._add_part(roster, pace, Crowd(False, crowd.newcomers))
 
-    def _deal(self, roster: Roster) -> tuple[list[Request], Deal]:
+    def _deal(self, roster: Roster, pace: Pace) -> tuple[list[Request], Deal]:
         rows = [row for row in roster.extending if not row.in_pass]
-        return rows, deal([row.num_tokens - row.planned_len for row in rows], self._limits)
+        limits = self._limits
+        if rows and limits.max_on_demand_tokens is None:
+            chunk = pace.chunk_tokens(bool(roster.decoding), limits.max_step_tokens)
+            limits = replace(limits, max_step_tokens=chunk)
+        return rows, deal([row.num_tokens - row.planned_len for row in rows], limits)
 
     # ------------------------------------------------------------ on demand
 
@@ -109,7 +113,9 @@ class StepDraft:
                     roster.planned_all(row)
         if not self.is_empty:
             self.step.charge = pace.charge_step(
-                account, has_decodes=bool(self._decode_rows), has_extends=bool(self._extends)
+                account,
+                has_decodes=bool(self._decode_rows),
+                num_extended=sum(len(extend.token_ids) for extend in self._extends) // TOKEN_BYTES,
             )
 
     # ------------------------------------------------------------ a pass
@@ -139,7 +145,7 @@ class StepDraft:
 
     def _begin_pass(self, roster: Roster, pace: Pace) -> OpenPass | None:
         """A pass of all rows that are not for on-demand steps; None if there is none any more."""
-        rows, dealt = self._deal(roster)
+        rows, dealt = self._deal(roster, pace)
         ends = [
             self._add_extend(row, chunk)
             for row, chunk in zip(rows, dealt.in_pass, strict=True)

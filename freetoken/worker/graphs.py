@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freetoken import log
 from freetoken.kernels.sample_ops import sample
 from freetoken.model.context import KvPools, Segment, StepContext
 from freetoken.worker.batch import pieces_of, segments_of
@@ -33,13 +32,11 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens of the steps that have graphs: those that launching kernels would hold up."""
 NUM_COUNTERS = 4
 
-_log = log.get(__name__)
-
 
 @contextmanager
-def _on_this_stream(pool: Any) -> Iterator[None]:
-    """What a capture that fails leaves as it was: the current stream, and where memory is taken
-    from. torch's own context undoes neither; RuntimeError if the device is lost."""
+def _left_as_it_was(pool: Any) -> Iterator[None]:
+    """After a capture that fails, the current stream and where memory is taken from: torch's own
+    context undoes neither. RuntimeError, too, if the device is lost."""
     stream = torch.cuda.current_stream()
     try:
         yield
@@ -143,8 +140,8 @@ class StepGraphs:
     def capture(self, report: Callable[[int, int], None]) -> None:
         """Record the graph of each bucket, largest first, in one memory pool; CUDA only.
 
-        A model whose code asks the device something cannot be captured: its steps run without
-        graphs, the log says so. report(done, total). No step may be in flight.
+        RuntimeError for a model whose code asks the device something; after that its steps can be
+        run as they are. report(done, total). No step may be in flight.
         """
         pool = torch.cuda.graph_pool_handle()
         total = len(self._buckets)
@@ -155,23 +152,14 @@ class StepGraphs:
             bucket.inputs.sampled_rows.fill_(self._rows.max_rows)
             self._run(bucket.inputs, ())  # compiles what this number of tokens needs
             torch.cuda.synchronize()
-            try:
-                with _on_this_stream(pool):
-                    graph = self._record(bucket, pool)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                reason = " ".join(str(error).split())[:300]
-                _log.warning("steps run without CUDA graphs, several times slower: %s", reason)
-                break
+            graph = torch.cuda.CUDAGraph()
+            with (
+                _left_as_it_was(pool),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                self._run(bucket.inputs, ())
             self._buckets[i] = replace(bucket, graph=graph)
         report(total, total)
-
-    def _record(self, bucket: _Bucket, pool: Any) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._run(bucket.inputs, ())
-        return graph
 
     def drop(self) -> None:
         """Run steps as they are."""

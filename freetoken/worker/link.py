@@ -92,16 +92,21 @@ class SchedulerLink:
 
         Raises ProtocolError for another protocol version and EngineError when refused.
         """
-        while self._welcome is None:
-            message = self._dealer.receive(POLL_MS)
-            if isinstance(message, Welcome):
-                self._accept(message)
-                return
-            if isinstance(message, Refused):
-                raise EngineError(f"the scheduler refused this worker: {message.reason}")
+        while not self.hear_answer(POLL_MS):
             heard = self._beats.last
             if heard is not None and heard.at_s > self._said_s + GREET_AGAIN_S:
                 self.say_hello()
+
+    def hear_answer(self, timeout_ms: int) -> bool:
+        """Whether we are welcome, if it is known in time. Raises as `greet` does."""
+        if self._welcome is not None:
+            return True
+        message = self._dealer.receive(timeout_ms)
+        if isinstance(message, Refused):
+            raise EngineError(f"the scheduler refused this worker: {message.reason}")
+        if isinstance(message, Welcome):
+            self._accept(message)
+        return self._welcome is not None
 
     def receive(self, timeout_ms: int = POLL_MS) -> Message | Lost | None:
         """The next message at once if one is queued, else within the timeout, else None."""

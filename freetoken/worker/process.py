@@ -47,6 +47,8 @@ from freetoken.worker.stopping import Stop, stop_on_signals
 NAME = "freetoken-worker"
 MAX_LAUNCHED = 2
 """Steps on the device: one that runs and one behind it."""
+ANSWER_MS = 250
+"""Of a scheduler that is up; a worker that it refuses need not load a model to hear it."""
 WAIT_S = 30e-6
 """Between two looks at the device and the socket while a step runs. Linux makes 0.1 ms of it: short
 against a step, and the next one is queued behind it."""
@@ -90,6 +92,7 @@ def serve(config: Config, source: ModelSource) -> None:
     link = SchedulerLink(Endpoints.in_directory(config.run_dir), progress)
     try:
         link.say_hello()
+        link.hear_answer(ANSWER_MS)
         started = start(config, source, progress)
         gc.collect()
         gc.freeze()  # the libraries' million objects are not looked at again between steps
@@ -100,6 +103,7 @@ def serve(config: Config, source: ModelSource) -> None:
         link.say_failed(str(error))
         raise
     finally:
+        gc.unfreeze()
         link.close()
 
 

@@ -53,7 +53,8 @@ def test_a_killed_worker_comes_again_with_its_experts(server: Server) -> None:
     first, second = (int(size) for size in DENSE_BYTES.findall(server.running.output))
     experts = 2 * 4 * 3 * 16 * 32 * 4  # two layers of four experts, three matrices in fp32
     assert first - second == experts
-    server.running.wait_for(r"server\.ready_again after_s=")
+    away = server.running.wait_for(r"server\.ready_again after_s=([0-9.]+)")
+    assert 0.5 < float(away[1]) <= time.monotonic() - killed_s, "since it was killed"
     assert "standby.ended" not in server.running.output
 
 

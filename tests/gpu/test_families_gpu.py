@@ -21,7 +21,7 @@ from freetoken.model.served import ServedModel
 from freetoken.model.trial import Part, Trial
 from tests.model import tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-4
 ERROR_FACTOR, ERROR_FLOOR = 1.5, 3e-3

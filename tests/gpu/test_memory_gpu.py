@@ -25,7 +25,7 @@ from freetoken.worker.device import find_device
 from freetoken.worker.link import Progress
 from freetoken.worker.startup import Started, start
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 SHAPES = {
     "qwen3_moe": MoeShape(

@@ -21,7 +21,7 @@ from freetoken.model.trial import Part, Trial
 from tests.model import tiny
 
 # The compiler warns of what it would rather do, such as TF32.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 DEVICE = "cuda"
 TOLERANCE = 1e-4

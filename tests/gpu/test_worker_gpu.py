@@ -18,7 +18,7 @@ from tests.model import tiny
 from tests.worker.plans import GREEDY, decode_plan, make_plan, start_plan, tokens_of
 
 # The compiler and torch's debug mode warn of what they are.
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
 BUDGET = 8 << 30
 PROMPT = [(7 * i * i + 3 * i + 5) % tiny.VOCAB for i in range(120)]

@@ -217,6 +217,22 @@ def test_between_two_passes_there_is_a_turn_for_others() -> None:
     assert max(gaps_ms(driver, "stream0", begin_s, end_s)) <= 250
 
 
+# ---------------------------------------------------------------- where there are no passes
+
+
+def test_chunks_beside_a_stream_are_as_large_as_fits_into_the_stall_limit() -> None:
+    driver = drive(max_on_demand_tokens=None)
+    stream(driver)
+    begin_s, end_s = run_pass(driver)
+    chunks = [len(plan.extends[0].token_ids) // 4 for plan in driver.plans if plan.extends]
+    assert max(gaps_ms(driver, "stream0", begin_s, end_s)) <= 250
+    assert chunks[1:3] == [64, 64], "nothing is known before the first one is back"
+    assert set(chunks[3:-1]) == {105}
+    alone = drive(max_on_demand_tokens=None)
+    run_pass(alone)
+    assert [len(plan.extends[0].token_ids) // 4 for plan in alone.plans] == [512, 388]
+
+
 # ---------------------------------------------------------------- numbers
 
 
@@ -229,11 +245,11 @@ def test_parts_are_alike_in_length() -> None:
 
 def test_a_slow_decode_step_leaves_a_pass_a_quarter_of_the_limit() -> None:
     pace = Pace(Fairness(200.0, 0.2))
-    pace.settle(pace.charge_step(None, has_decodes=True, has_extends=False), 500.0)
+    pace.settle(pace.charge_step(None, has_decodes=True, num_extended=0), 500.0)
     account = pace.new_account()
     account.note_part(8, 80.0)
     assert account.part_layers(48, Crowd(decodes=True, newcomers=False)) <= 5
-    charge = pace.charge_step(account, has_decodes=True, has_extends=False)
+    charge = pace.charge_step(account, has_decodes=True, num_extended=0)
     pace.settle(charge, 500.0)
     assert account.part_layers(48, Crowd(decodes=True, newcomers=False)) == 5
 
@@ -241,7 +257,7 @@ def test_a_slow_decode_step_leaves_a_pass_a_quarter_of_the_limit() -> None:
 def test_what_newcomers_add_is_not_taken_from_the_streams_share() -> None:
     pace = Pace(Fairness(250.0, 0.2))
     account = pace.new_account()
-    charge = pace.charge_step(account, has_decodes=True, has_extends=True)
+    charge = pace.charge_step(account, has_decodes=True, num_extended=10)
     pace.settle(charge, 300.0)
     assert account.decode_ms == pace.times.decode_ms
     assert account.newcomer_ms == pytest.approx(300.0 - pace.times.decode_ms)

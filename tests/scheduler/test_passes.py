@@ -241,28 +241,36 @@ def test_a_lost_worker_takes_the_open_pass_with_it() -> None:
 # ---------------------------------------------------------------- pages
 
 
+def scarce(num_pages: int) -> Driver:
+    """Pages of a token, slow layers, and a scheduler that has learned to expect short outputs."""
+    driver = passing(page_size=1, num_pages=num_pages, max_rows=4, layer_ms=200.0)
+    for i in range(64):
+        driver.submit(f"short{i}", [200], 1)
+        driver.run()
+    driver.plans.clear()
+    return driver
+
+
 def test_preemption_never_takes_a_row_of_the_open_pass() -> None:
     """`a` needs a page in every step, and the only younger row is in a pass: it waits for it."""
-    driver = passing(page_size=1, num_pages=40, context_tokens=40, max_rows=3)
-    driver.submit("a", [1], 30)
+    driver = scarce(30)
+    driver.submit("a", [1], 25)
     take_steps(driver, 3)
     driver.submit("b", [5] * 20, 2)
-    starts = 0
-    while not driver.is_done("a"):
+    step_until_open(driver)
+    while parts(driver.plans)[-1].layers[1] < LAYERS:
+        assert driver.gauge("preemptions") == 0
         assert driver.step()
+    assert driver.gauge("pages_free") == 0
+    assert len(driver.text("a")) == 10
     driver.run()
-    starts = sum(len(plan.starts) for plan in driver.plans)
-    assert driver.text("a") == expect([1], 30)
+    assert driver.text("a") == expect([1], 25)
     assert driver.text("b") == expect([5] * 20, 2)
-    assert starts == 2 + driver.gauge("preemptions")
 
 
 def test_pages_of_an_aborted_row_in_a_pass_do_not_hold_up_those_who_decode() -> None:
     """The young decoding row is preempted; the old one does not wait for the end of the pass."""
-    driver = passing(page_size=1, num_pages=50, context_tokens=40, max_rows=4, layer_ms=200.0)
-    for i in range(64):
-        driver.submit(f"short{i}", [200], 1)
-        driver.run()
+    driver = scarce(45)
     driver.submit("a", [1], 20)
     driver.submit("young", [2, 3], 20)
     take_steps(driver, 3)
@@ -270,10 +278,10 @@ def test_pages_of_an_aborted_row_in_a_pass_do_not_hold_up_those_who_decode() -> 
     driver.submit("c", [6] * 15, 2)
     step_until_open(driver)
     driver.abort("c")
-    made = len(driver.text("a"))
     while parts(driver.plans)[-1].layers[1] < LAYERS:
         assert driver.step()
-    assert len(driver.text("a")) > made + 5
+    assert driver.gauge("preemptions") > 0
+    assert driver.is_done("a") or len(driver.text("a")) > 12
     driver.run()
     assert driver.text("a") == expect([1], 20)
     assert driver.text("young") == expect([2, 3], 20)

@@ -27,6 +27,7 @@ from freetoken.wire.messages import (
     Welcome,
     WorkerFailed,
 )
+from freetoken.worker import process
 from freetoken.worker.process import serve
 from tests.worker.fakes import HashSource, expected_next, expected_text
 from tests.worker.plans import decode_plan, start_plan, tokens_of
@@ -229,6 +230,15 @@ def test_a_refusal_ends_the_worker_with_the_reason(run_dir, scheduler):
     scheduler.expect(Hello)
     scheduler.send(Refused("one worker is enough"))
     assert "one worker is enough" in str(worker.join())
+
+
+def test_a_worker_too_many_hears_it_before_it_loads(run_dir, scheduler, monkeypatch):
+    monkeypatch.setattr(process, "ANSWER_MS", 20_000)
+    worker = WorkerThread(run_dir)
+    scheduler.expect(Hello)
+    scheduler.send(Refused("one worker is enough"))
+    assert "one worker is enough" in str(worker.join())
+    assert worker.source.num_loads == 0
 
 
 def test_another_protocol_ends_the_worker(run_dir, scheduler):
