@@ -164,6 +164,11 @@ class ServedModel:
         return None if self._slots is None else self._slots.pool.tables.counters
 
     @property
+    def pass_distinct(self) -> torch.Tensor | None:
+        """[1] int64 on the device: experts that passes have asked for so far, once per layer."""
+        return None if self._ring is None else self._ring.distinct
+
+    @property
     def bank_rows(self) -> torch.Tensor | None:
         """[E, row_bytes] uint8 cpu, the experts of the first layer that has any; None without
         slots."""
@@ -193,17 +198,18 @@ class ServedModel:
     def take_counters(self, on_demand: Sequence[int] | None = None) -> ExpertCounters:
         """Counters since the last call.
 
-        `on_demand`: what the caller read from `counters`; without it they are read here, which
-        waits for the device, as it does after a pass.
+        `on_demand`: what the caller read from `counters` and `pass_distinct`, five numbers;
+        without it they are read here, which waits for the device.
         """
         if self._slots is None:
             return ExpertCounters(distinct_experts=sum(e.take_distinct() for e in self._in_place))
         pool, ring = self._slots.pool, self._slots.ring
-        now = list(on_demand) if on_demand is not None else pool.tables.counters.tolist()
+        if on_demand is None:
+            on_demand = [*pool.tables.counters.tolist(), int(ring.distinct)]
+        *now, in_passes = on_demand
         hits, misses, distinct, _ = (n - old for n, old in zip(now, self._taken, strict=True))
         self._taken = now
         if ring.hits or ring.misses:
-            in_passes = int(ring.distinct)
             distinct += in_passes - self._taken_distinct
             self._taken_distinct = in_passes
             hits, misses = hits + ring.hits, misses + ring.misses

@@ -30,7 +30,9 @@ from freetoken.worker.sampler import LogprobTensors, Sampled, Sampler
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens of the steps that have graphs: those that launching kernels would hold up."""
-NUM_COUNTERS = 4
+NUM_STEP_COUNTERS = 4
+NUM_COUNTERS = NUM_STEP_COUNTERS + 1
+"""Those of steps on demand, and the distinct experts of passes."""
 
 
 @contextmanager
@@ -87,7 +89,7 @@ class Enqueued:
         return self._seat.event is None or self._seat.event.query()
 
     def read(self) -> tuple[Ids, Ids]:
-        """([n] tokens, -1 where nothing could be drawn; [4] counters up to here). Once; waits."""
+        """([n] tokens, -1 where nothing could be drawn; [5] counters up to here). Once; waits."""
         if self._seat.event is not None:
             self._seat.event.synchronize()
         outputs = self._seat.outputs[: NUM_COUNTERS + len(self.row_ids)].numpy().copy()
@@ -186,6 +188,9 @@ class StepGraphs:
             self._take(row_ids, sampled)
         # A pass leaves them alone, but others may have changed them since the last step.
         self._count()
+        distinct = self._model.pass_distinct
+        if distinct is not None:
+            self._outputs[NUM_STEP_COUNTERS:NUM_COUNTERS].copy_(distinct)
         logprobs = None if sampled is None else sampled.logprobs
         return self._send(row_ids, logprobs, self._take_seat())
 
@@ -220,7 +225,7 @@ class StepGraphs:
     def _count(self) -> None:
         counters = self._model.counters
         if counters is not None:
-            self._outputs[:NUM_COUNTERS].copy_(counters)
+            self._outputs[:NUM_STEP_COUNTERS].copy_(counters)
 
     def _enqueue(self, work: Work) -> Enqueued:
         row_ids = work.sampled_rows()

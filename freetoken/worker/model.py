@@ -42,13 +42,16 @@ class Model(Protocol):
     """Runs forwards. What comes after `take_counters` is asked of a model on a GPU only.
 
     num_layers: decoder layers, between which a pass may be left · counters: [4] int64 on the
-    device, what on-demand steps have cost so far; None if nothing is counted there.
+    device, what on-demand steps have cost so far · pass_distinct: [1] int64 on the device, experts
+    that passes have asked for so far; both None if nothing is counted there.
     """
 
     @property
     def num_layers(self) -> int: ...
     @property
     def counters(self) -> Tensor | None: ...
+    @property
+    def pass_distinct(self) -> Tensor | None: ...
 
     def forward(self, ids: Tensor, context: StepContext, logits_at: Tensor) -> Tensor: ...
 
@@ -57,7 +60,7 @@ class Model(Protocol):
     ) -> OpenPass: ...
 
     def take_counters(self, on_demand: Sequence[int] | None = None) -> Counters:
-        """Since the last call. `on_demand`: what the caller has read from `counters`; without it
+        """Since the last call. `on_demand`: what the caller has read from both; without it
         they are read here, which waits for the device."""
         ...
 

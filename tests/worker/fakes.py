@@ -40,6 +40,7 @@ class HashModel:
     forwards: list[tuple[str, int]] = field(default_factory=list)
     num_layers: int = 4
     counters: Tensor | None = None
+    pass_distinct: Tensor | None = None
 
     def forward(self, ids: Tensor, context: StepContext, logits_at: Tensor) -> Tensor:
         count = len(ids) if context.num_tokens is None else int(context.num_tokens)

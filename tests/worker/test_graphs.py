@@ -141,6 +141,25 @@ def test_a_pass_before_any_step_counts_nothing_of_the_steps_before_the_slots_wer
     assert all(min(s.slot_hits, s.slot_misses, s.expert_bytes) >= 0 for s in stats)
 
 
+def test_counters_of_a_pass_are_read_with_its_tokens_and_not_asked_of_the_device_later(path):
+    """A step may be behind it by then, and would be waited for."""
+    direct, queued = (make_runner(path, queues_steps=queues) for queues in (False, True))
+    plans = [
+        start_plan(1, PROMPT[:4], 12, num_pages=10),
+        start_plan(0, PROMPT, 0, num_pages=10, mode=StepMode.PASS),
+        decode_plan({1: 4}),
+    ]
+    expected = [direct.execute(plan).stats for plan in plans]
+    first = queued.execute(plans[0])
+    steps = [queued.launch(plan) for plan in plans[1:]]
+    ring = queued._model._ring
+    if ring is not None:
+        ring.distinct = None
+    stats = [first.stats, *(step.finish().stats for step in steps)]
+    for got, want in zip(stats, expected, strict=True):
+        assert msgspec.structs.replace(got, step_us=0) == msgspec.structs.replace(want, step_us=0)
+
+
 def test_buckets_reach_the_largest_step():
     assert buckets_up_to(1) == (1,)
     assert buckets_up_to(36) == (1, 2, 4, 8, 16, 32, 64)
