@@ -1,8 +1,8 @@
 """Whose turn it is while a long prompt is computed, and how much of it comes at a time.
 
 Numbers only, in ms. A pass is cut into parts between which on-demand steps run, for the rows that
-decode and for short newcomers. Called by the steps' drafts; the scheduler reports what each step has
-taken.
+decode and for short newcomers. Called by the steps' drafts; the scheduler reports what each step
+has taken.
 
 What holds, with `max_stall_ms` M, `decode_share` s, a decode step of d and parts of whole layers:
 
