@@ -37,7 +37,9 @@ WEIGHT = 0.25
 """Of a new measurement in a running mean."""
 
 MIN_CHUNK = 64
-"""Tokens. Fewer at a time make a prompt much slower and a stream hardly smoother, on a CPU."""
+"""Tokens; fewer share too little of what a step costs anyway. The demo model on two busy cores, a
+prompt of 1,300 tokens beside a stream: its longest gap 0.5 s instead of 1 to 4 s with chunks of 512,
+the prompt as fast (2026-12-01)."""
 
 
 @dataclass(frozen=True, slots=True)
