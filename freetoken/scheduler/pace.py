@@ -38,8 +38,8 @@ WEIGHT = 0.25
 
 MIN_CHUNK = 64
 """Tokens; fewer share too little of what a step costs anyway. The demo model on two busy cores, a
-prompt of 1,300 tokens beside a stream: its longest gap 0.5 s instead of 1 to 4 s with chunks of 512,
-the prompt as fast (2026-12-01)."""
+prompt of 1,300 tokens beside a stream: its longest gap is 0.5 s instead of 1 to 4 s with chunks of
+512, and the prompt as fast (2026-12-01)."""
 
 
 @dataclass(frozen=True, slots=True)
