@@ -112,8 +112,8 @@ class Config(BaseModel):
         Field(
             gt=0,
             allow_inf_nan=False,
-            description="milliseconds that streams wait at most because a long prompt passes; "
-            "less: smoother streams, a slower prompt",
+            description="milliseconds that running streams stop at most for a long prompt; less: "
+            "smoother streams, slower prompts",
         ),
     ] = 250.0
     decode_share: Annotated[
@@ -121,7 +121,7 @@ class Config(BaseModel):
         Field(
             ge=0,
             lt=1,
-            description="share of the time that streams keep while a long prompt passes",
+            description="share of the time that running streams keep while a long prompt passes",
         ),
     ] = 0.2
 

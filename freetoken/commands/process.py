@@ -71,6 +71,8 @@ def start(room: str, config: Config, await_call: Callable[[], None] | None = Non
         limit_spinning()
     process = _import(f"freetoken.{room}.process")
     if await_call is not None:
+        if room == "worker":
+            process.prepare(config)
         await_call()
     try:
         return int(process.run(config))

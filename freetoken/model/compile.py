@@ -7,8 +7,10 @@ Compiled code is kept in the user's cache: a second start takes seconds.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,22 @@ def make_compiler(
     run_one = torch.compile(_run_one, fullgraph=True, backend=backend, options=tuned)
     run_many = torch.compile(_run_many, fullgraph=True, backend=backend, options=options)
     return lambda module: CompiledModule(module, run_one, run_many)
+
+
+def load_compiler() -> None:
+    """Import what compile_layers needs, and find what names its cache: some 3 s, without a GPU.
+
+    What fails here fails again when layers are compiled, and is told then.
+    """
+    with suppress(Exception):
+        use_cache()
+        for name in ("torch._inductor.compile_fx", "freetoken.model.graph_passes"):
+            importlib.import_module(name)
+        from torch._inductor.codecache import torch_key
+        from torch._inductor.runtime.triton_compat import triton_key
+
+        torch_key()
+        triton_key()
 
 
 def use_cache() -> None:

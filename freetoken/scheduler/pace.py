@@ -1,7 +1,8 @@
-"""Whose turn it is while a pass is open, and how long its parts are. Numbers only, in ms.
+"""Whose turn it is while a long prompt is computed, and how much of it comes at a time.
 
-A pass is cut into parts between which on-demand steps run, for the rows that decode and for short
-newcomers. Called by the steps' drafts; the scheduler reports what each step has taken.
+Numbers only, in ms. A pass is cut into parts between which on-demand steps run, for the rows that
+decode and for short newcomers. Called by the steps' drafts; the scheduler reports what each step
+has taken.
 
 What holds, with `max_stall_ms` M, `decode_share` s, a decode step of d and parts of whole layers:
 
@@ -36,7 +37,9 @@ WEIGHT = 0.25
 """Of a new measurement in a running mean."""
 
 MIN_CHUNK = 64
-"""Tokens. Fewer at a time make a prompt much slower and a stream hardly smoother, on a CPU."""
+"""Tokens; fewer share too little of what a step costs anyway. The demo model on two busy cores, a
+prompt of 1,300 tokens beside a stream: its longest gap 0.5 s instead of 1 to 4 s with chunks of
+512, the prompt as fast (2026-12-01)."""
 
 
 @dataclass(frozen=True, slots=True)

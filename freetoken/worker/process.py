@@ -21,6 +21,7 @@ import torch
 from freetoken import log
 from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError, FreeTokenError
+from freetoken.model.compile import load_compiler
 from freetoken.wire.messages import (
     FailureScope,
     Message,
@@ -66,6 +67,14 @@ def run(config: Config) -> int:
     except Stop:
         _log.info("stopped")
     return 0
+
+
+def prepare(config: Config) -> None:
+    """What a worker that stands by can do before it is wanted, without memory of the GPU's."""
+    if config.compile == "auto" and config.device != "cpu" and torch.cuda.is_available():
+        # Processes that compile: it will find what it needs in the cache.
+        os.environ.setdefault("TORCH_WARM_POOL", "0")
+        load_compiler()
 
 
 def open_source(config: Config) -> ModelSource:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,3 +98,14 @@ def test_two_models_share_code_and_not_state(
     for seed, trial in zip((1, 2), trials, strict=True):
         expected = tiny.plain_logits(plain, tiny.random_ids(LENGTH, seed))[:10]
         assert tiny.relative_error(trial.logits(0), expected) < 1e-4
+
+
+def test_the_compiler_is_loaded_without_a_gpu() -> None:
+    script = (
+        "import sys, torch; from freetoken.model.compile import load_compiler; load_compiler();"
+        "from torch._inductor.codecache import torch_key;"
+        "assert 'freetoken.model.graph_passes' in sys.modules;"
+        "assert 'torch._inductor.compile_fx' in sys.modules;"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError
@@ -331,3 +332,24 @@ def test_a_signal_ends_a_worker_that_is_loading_within_five_seconds(run_dir, sch
         wait_until(lambda: heard(name) is not None and heard(name).beat.detail == "stuck now")
         process.terminate()
         assert process.wait(timeout=5) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "has_gpu", "loads"),
+    [
+        ({}, True, True),
+        ({"device": "cuda"}, True, True),
+        ({"device": "cpu"}, True, False),
+        ({"compile": "off"}, True, False),
+        ({}, False, False),
+    ],
+)
+def test_a_worker_that_stands_by_loads_the_compiler_if_it_will_compile(
+    options, has_gpu, loads, monkeypatch
+):
+    loaded = []
+    monkeypatch.setenv("TORCH_WARM_POOL", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(process, "load_compiler", lambda: loaded.append(True))
+    process.prepare(Config(**options))
+    assert bool(loaded) == loads
