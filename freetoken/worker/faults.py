@@ -53,6 +53,13 @@ def memory_message(error: BaseException) -> str:
     return str(error)
 
 
+def give_back_memory() -> None:
+    """What the GPU's allocator holds and nobody uses, in pieces that may be too small for the next
+    try. To be called when the error has been dropped: its traceback holds tensors."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 class PieceSize:
     """`num_tokens`: how many a forward takes at a time; later steps keep to what fitted."""
 
@@ -61,14 +68,12 @@ class PieceSize:
 
     def shrink(self, num_tokens: int, message: str) -> None:
         """Memory ran out in work of `num_tokens`, which is tried again in smaller pieces after
-        this; StepError if they cannot be smaller. To be called when the error has been dropped:
-        its traceback holds the tensors of the failed forward."""
+        this; StepError if they cannot be smaller. See give_back_memory."""
         tried = min(self.num_tokens, num_tokens)
         if tried <= MIN_PIECE_TOKENS:
             raise StepError(f"out of memory with {tried} tokens at a time: {message}")
         self.num_tokens = max(MIN_PIECE_TOKENS, tried // 2)
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        give_back_memory()
         _log.warning(
             log.event("step.out_of_memory", tokens=num_tokens, piece=self.num_tokens, error=message)
         )

@@ -18,7 +18,7 @@ import torch
 from freetoken.model.context import KvPools
 from freetoken.wire.messages import StepMode, StepPlan, StepResult, StepStats
 from freetoken.worker.direct import DirectSteps
-from freetoken.worker.faults import PieceSize, StepError, memory_message
+from freetoken.worker.faults import PieceSize, StepError, give_back_memory, memory_message
 from freetoken.worker.graphs import Enqueued, StepGraphs
 from freetoken.worker.kv import copy_pages
 from freetoken.worker.model import Counters, Model
@@ -140,10 +140,12 @@ class Runner:
                 return self._launch(plan, started_s)
         except StepError as error:
             # Another one: tracebacks hold the tensors of what has failed.
-            failed = StepError(str(error))
+            failed, is_short = StepError(str(error)), False
         except (RuntimeError, MemoryError) as error:
             message = memory_message(error)
-            failed = StepError(f"out of memory outside the forward: {message}")
+            failed, is_short = StepError(f"out of memory outside the forward: {message}"), True
+        if is_short:
+            give_back_memory()
         self._fail(plan)
         return Failed(plan, failed)
 

@@ -5,6 +5,9 @@ All of it twice: computed when launched, as on a CPU, and queued in padded bucke
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -226,3 +229,25 @@ def test_forget_all_frees_every_row(make_runner):
     with pytest.raises(StepError, match="free"):
         runner.execute(decode_plan({0: 2}))
     assert tokens_of(runner.execute(start_plan(0, [3], 0))) == {0: expected_next([3])}
+
+
+def test_a_failed_step_holds_nothing_of_what_it_computed(make_runner):
+    held = []
+
+    class Frame:
+        """In a frame of the failed forward, as its tensors are."""
+
+    def fail(ids):
+        frame = Frame()
+        held.append(weakref.ref(frame))
+        raise StepError(f"fails with {frame}")
+
+    runner = make_runner(HashModel(fails=fail))
+    step = runner.launch(start_plan(0, [1, 2], 0))
+    gc.disable()
+    try:
+        assert held[0]() is None
+    finally:
+        gc.enable()
+    with pytest.raises(StepError, match="fails with"):
+        step.finish()
