@@ -102,11 +102,21 @@ def _options() -> dict[str, Any]:
 # 0.72 for what is not attention or experts in 16 layers of Qwen3-30B-A3B's shape, but 0.83 instead
 # of 0.78 for 8 tokens (H200, torch 2.11, 2026-12-01).
 def _run_one(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return layer(*args, **kwargs)
+    return _contiguous(layer(*args, **kwargs))
 
 
 def _run_many(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return layer(*args, **kwargs)
+    return _contiguous(layer(*args, **kwargs))
+
+
+def _contiguous(value: Any) -> Any:
+    """Rotary embeddings may come transposed (gpt_oss in transformers 5.17), and their strides would
+    tell a part of a pass from a whole step: the layers would be compiled for each anew."""
+    if isinstance(value, torch.Tensor):
+        return value.contiguous()
+    if isinstance(value, tuple):
+        return tuple(_contiguous(item) for item in value)
+    return value
 
 
 def _mark(value: Any, num_tokens: int) -> None:
