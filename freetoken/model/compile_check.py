@@ -66,25 +66,25 @@ def _give_up(model: ServedModel, reason: str) -> bool:
     return False
 
 
-def _ids(model: ServedModel) -> torch.Tensor:
+def _make_trial(model: ServedModel) -> tuple[Trial, int]:
+    """A trial of one row that is always the same, and how many tokens it has."""
     generator = torch.Generator().manual_seed(0)
     length = min(EXTEND_TOKENS + NUM_DECODES, model.shape.window)
-    return torch.randint(0, model.shape.vocab_size, (length,), generator=generator)
+    ids = torch.randint(0, model.shape.vocab_size, (length,), generator=generator)
+    return Trial(model, [ids], page_size=PAGE_SIZE), length
 
 
 def _pass_logits(model: ServedModel) -> torch.Tensor:
     """[tokens, V] of a pass in two chunks."""
-    ids = _ids(model)
-    trial = Trial(model, [ids], page_size=PAGE_SIZE)
-    trial.run_pass(Part(0, len(ids)), chunk_tokens=-(-len(ids) // 2))
+    trial, length = _make_trial(model)
+    trial.run_pass(Part(0, length), chunk_tokens=-(-length // 2))
     return trial.logits(0)
 
 
 def _logits(model: ServedModel) -> torch.Tensor:
     """[tokens, V] of an extend and of decode steps: of several tokens and of one."""
-    ids = _ids(model)
-    trial = Trial(model, [ids], page_size=PAGE_SIZE)
-    trial.step(Part(0, len(ids) - NUM_DECODES))
+    trial, length = _make_trial(model)
+    trial.step(Part(0, length - NUM_DECODES))
     for _ in range(NUM_DECODES):
         trial.step(Part(0, 1))
     return trial.logits(0)
@@ -94,8 +94,8 @@ def _serves_all_sizes(model: ServedModel) -> bool:
     """Whether what is compiled serves steps of other numbers of tokens."""
     for num_tokens in OTHER_TOKENS:
         before = counters["stats"]["unique_graphs"]
-        trial = Trial(model, [_ids(model)], page_size=PAGE_SIZE)
-        trial.step(Part(0, min(num_tokens, len(_ids(model)))))
+        trial, length = _make_trial(model)
+        trial.step(Part(0, min(num_tokens, length)))
     return bool(counters["stats"]["unique_graphs"] == before)
 
 
