@@ -5,9 +5,10 @@
 
 Makes a random checkpoint of 20 GB, serves it with slots for all, half, three quarters and a quarter
 of its experts, and measures with bench_serve's scenarios: decoding, extends of a cached prefix,
-fresh prompts; then a killed worker's return, the link and the slot kernels, and how busy the GPU is
-while it decodes. Each part that fails says why, shows the server's last lines, and the others go
-on. Figures are printed, and written to --json, as they come.
+fresh prompts; with bench_fair's a long prompt beside a stream; then a killed worker's return, the
+link and the slot kernels, and how busy the GPU is while it decodes. Each part that fails says why,
+shows the server's last lines, and the others go on. Figures are printed, and written to --json, as
+they come.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from bench_fair import Fairness, FairPlan, measure, show
 from bench_report import print_tables, to_json
 from bench_scenarios import Plan, Results, run_plan
-from gpu_busy import BusyMeter, idle_shares
+from gpu_busy import BusyMeter, idle_share
 from gpu_report import cells_of, print_rows
 from gpu_server import ROOT, GpuServer, gpu_server
 from gpu_targets import (
@@ -40,6 +43,7 @@ from gpu_targets import (
     decode_rows,
     expert_bytes,
     extend_rows,
+    fair_rows,
     find_all_hit,
     fresh_rows,
     kernel_rows,
@@ -49,14 +53,15 @@ from make_moe import SHAPES, MoeShape
 from openai_load import Server
 from rich.console import Console
 
-PARTS = ("kernels", "decode", "extend", "fresh", "busy", "restart", "policy")
+PARTS = ("kernels", "decode", "extend", "fresh", "fair", "busy", "restart", "policy")
 RATES = (1.0, 0.5, 0.75, 0.25)
 ALL_RATE = 1.0  # every expert has a slot: what a step takes without misses
-RESTART_RATE = 0.5
+RESTART_RATE = FAIR_RATE = 0.5
 RESTART_LIMIT_S = 15.0
 IDLE_LIMIT = 0.03
 TIMEOUT_S = 240.0
 BUSY_TOKENS = 4096
+FAIR_TOKENS = 768  # a stream that outlasts the long prompt
 TRACE_S = 1.0
 TRACE_DELAY_S = 2.0
 WARM_TOKENS = 256
@@ -155,6 +160,8 @@ class Bench:
             ("extend", lambda: self._extend(server, rate)),
             ("fresh", lambda: self._fresh(server, rate)),
         ]
+        if rate == FAIR_RATE:
+            parts.append(("fair", lambda: self._fair(server, rate)))
         if rate == self._options.rates[0]:  # the first, which has most slots by default
             parts.append(("busy", lambda: self._busy(server, rate)))
         if rate == RESTART_RATE:
@@ -190,6 +197,18 @@ class Bench:
             self.raw["parts"][f"fresh-{length}-{rate:g}"] = to_json(results)
             self._add(fresh_rows(results.fresh, self.shape, rate, self._speeds))
 
+    def _fair(self, server: GpuServer, rate: float) -> None:
+        plan = FairPlan(self._options.lengths[-1], stream_tokens=FAIR_TOKENS, repeats=2)
+
+        async def run() -> list[Fairness]:
+            async with Server(server.url, timeout_s=120) as client:
+                return await measure(client, plan, random.Random())
+
+        results = asyncio.run(run())
+        self.raw["parts"][f"fair-{rate:g}"] = [asdict(result) for result in results]
+        self.say(show(results))
+        self._add(fair_rows(results, rate))
+
     def _busy(self, server: GpuServer, rate: float) -> None:
         plan = replace(
             DECODE, concurrency=(1,), temperatures=(0.0,), repeats=1, max_tokens=BUSY_TOKENS
@@ -206,10 +225,11 @@ class Bench:
         timer = threading.Timer(TRACE_DELAY_S, server.start_trace, (TRACE_S,))
         timer.start()  # in the middle of the stream
         self._bench(server, plan, settle_s=0.0)
-        between, whole = idle_shares(server.read_trace())
+        spans = server.read_trace()
+        step_us = median(end - start for start, end in spans) / 1e3
         title = f"GPU idle between decode steps, slots {rate:.0%}"
-        note = f"traced, which slows steps; {whole:.1%} with gaps between kernels"
-        self._add([Row(title, "", between, None, IDLE_LIMIT, note=note)])
+        note = f"{len(spans)} steps of {step_us:.0f} µs, by events around each"
+        self._add([Row(title, "", idle_share(spans), None, IDLE_LIMIT, note=note)])
 
     def _restart(self, server: GpuServer) -> None:
         text = server.complete("abcdefgh", 8)

@@ -1,15 +1,14 @@
-"""How busy a GPU is: as NVML tells while a block runs, and from a trace of what ran."""
+"""How busy a GPU is: as NVML tells while a block runs, and from a trace of its steps."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from types import TracebackType
 
 POLL_S = 0.05
-MIN_GAP_NS = 4000
-"""Kernels of one graph follow each other in 1 to 2 µs."""
 
 
 class BusyMeter:
@@ -52,20 +51,9 @@ class BusyMeter:
             self._samples.append((time.monotonic(), self._read()))
 
 
-def idle_shares(
-    spans: Sequence[tuple[int, int]], min_gap_ns: int = MIN_GAP_NS
-) -> tuple[float, float]:
-    """(share of the time in which nothing ran for min_gap_ns or longer, as between steps; share in
-    which nothing ran at all). spans: (start, end) in ns, sorted by start."""
-    if not spans:
-        raise ValueError("the trace is empty")
-    long_ns = all_ns = 0
-    first, busy_until = spans[0]
-    for start, end in spans[1:]:
-        gap = start - busy_until
-        if gap > 0:
-            all_ns += gap
-            long_ns += gap if gap >= min_gap_ns else 0
-        busy_until = max(busy_until, end)
-    total = busy_until - first
-    return long_ns / total, all_ns / total
+def idle_share(spans: Sequence[tuple[int, int]]) -> float:
+    """Of the time, what lies between the spans: (start, end) in ns of each step, sorted."""
+    if len(spans) < 2:
+        raise ValueError(f"{len(spans)} steps were traced")
+    total = spans[-1][1] - spans[0][0]
+    return sum(max(0, start - end) for (_, end), (start, _) in pairwise(spans)) / total

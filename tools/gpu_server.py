@@ -79,13 +79,13 @@ class GpuServer:
         raise BenchError("the server has no process freetoken-worker")
 
     def start_trace(self, seconds: float) -> None:
-        """Let the worker note for so long what runs on the device."""
+        """Let the worker note for so long when its steps run on the device."""
         partial = self._trace.with_suffix(".new")
         partial.write_text(f"{seconds}")
         partial.rename(self._trace.with_suffix(".go"))
 
     def read_trace(self, timeout_s: float = 60.0) -> list[tuple[int, int]]:
-        """(start, end) in ns of each kernel and copy, sorted; waits for it."""
+        """(start, end) in ns of each step, sorted; waits for it."""
         deadline_s = time.monotonic() + timeout_s
         while not self._trace.exists():
             if time.monotonic() > deadline_s:

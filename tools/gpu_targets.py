@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bench_fair import Fairness
 from bench_scenarios import Decode, FirstToken
 from make_moe import MoeShape
 
@@ -21,6 +22,8 @@ ALL_HIT_MS = {1: 1.5, 4: 2.2, 8: 3.1}
 GAP_MARGIN_MS = 4.0  # of a one-token extend: what HTTP, tokenizer and scheduler may add
 EXTEND_MARGIN_MS = 6.0
 MIN_MISS_RATE = 0.2
+MAX_STALL_MS = 250.0  # the server's default
+FAIR_SHARE = 0.8  # of the throughput that work has one after the other
 WINDOW = 128  # of every other layer of gpt-oss
 ALIGNMENT = 256
 
@@ -146,6 +149,20 @@ def fresh_rows(
         figure = median(prompt.ttft_ms)
         rows.append(Row(title, "ms", figure, bound, margin * bound, note=note))
     return rows
+
+
+def fair_rows(results: Sequence[Fairness], rate: float) -> list[Row]:
+    """A stream's longest gap is at most --max-stall-ms and a step; the late prompt comes first."""
+    title = f"prompt of {results[0].long_tokens} beside a stream, slots {rate:.0%}"
+    longest = max(result.gap_ms for result in results)
+    limit = MAX_STALL_MS + median(result.gap_alone_ms for result in results)
+    first = sum(result.short_first for result in results) / len(results)
+    share = median(result.share for result in results)
+    return [
+        Row(f"{title}: the stream's longest gap", "ms", longest, None, limit),
+        Row(f"{title}: a late short prompt is first", "", first, None, 1.0, is_ceiling=False),
+        Row(f"{title}: throughput kept", "", share, None, FAIR_SHARE, is_ceiling=False),
+    ]
 
 
 def find_all_hit(decodes: Sequence[Decode]) -> dict[tuple[int, float], float]:

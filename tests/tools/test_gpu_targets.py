@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import bench_gpu
 import pytest
+from bench_fair import Fairness
 from bench_scenarios import Decode, FirstToken
 from engine_counters import EngineWork
-from gpu_busy import idle_shares
+from gpu_busy import idle_share
 from gpu_report import print_rows
 from gpu_targets import (
     Row,
@@ -21,6 +23,7 @@ from gpu_targets import (
     decode_rows,
     expert_bytes,
     extend_rows,
+    fair_rows,
     find_all_hit,
     fresh_rows,
     kernel_rows,
@@ -129,11 +132,30 @@ def test_kernels_and_policy_have_floors_and_ceilings() -> None:
     assert [row.passed for row in policy_rows(traces)] == [True, False, True]
 
 
-def test_idle_time_is_what_no_span_covers() -> None:
-    spans = [(0, 10_000), (2_000, 5_000), (11_000, 20_000), (30_000, 40_000)]
-    assert idle_shares(spans) == pytest.approx((10 / 40, 11 / 40))
-    with pytest.raises(ValueError, match="empty"):
-        idle_shares([])
+def test_idle_time_is_what_no_step_covers() -> None:
+    assert idle_share([(0, 10_000), (11_000, 20_000), (30_000, 40_000)]) == 11 / 40
+    assert idle_share([(0, 10_000), (9_999, 20_000)]) == 0, "clocks are read one after the other"
+    with pytest.raises(ValueError, match="1 steps"):
+        idle_share([(0, 10)])
+
+
+def test_fairness_is_held_to_the_servers_default() -> None:
+    fair = Fairness(
+        long_tokens=32768,
+        long_alone_ms=400,
+        short_alone_ms=10,
+        gap_alone_ms=5,
+        long_ms=500,
+        short_ms=30,
+        gap_ms=254,
+        gap_p50_ms=100,
+        during=5,
+        short_first=True,
+        share=0.87,
+    )
+    assert [row.passed for row in fair_rows([fair], 0.5)] == [True, True, True]
+    slow = replace(fair, gap_ms=256, short_first=False, share=0.79)
+    assert [row.passed for row in fair_rows([fair, fair, slow], 0.5)] == [False, False, True]
 
 
 def test_the_table_says_what_was_missed() -> None:
