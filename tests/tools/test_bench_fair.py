@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from bench_fair import FairPlan, Fairness, judge, measure, show
+from bench_fair import Fairness, FairPlan, judge, measure, show
 from openai_load import BenchError, Server, Timing
 
 from tests.tools.fake_openai import FakeServer
