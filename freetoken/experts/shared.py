@@ -193,6 +193,10 @@ class BankMemory:
     def num_filled(self) -> int:
         return sum(self.is_filled(layer) for layer in range(len(self.identity.layers)))
 
+    @property
+    def is_whole(self) -> bool:
+        return self.num_filled == len(self.identity.layers)
+
     def close(self) -> None:
         """Let go of the descriptor; tensors stay good."""
         if self.fd is not None:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedModel
 
 from freetoken import log
@@ -19,6 +20,8 @@ from freetoken.model.build import build_meta_model
 from freetoken.model.checkpoint import digest_files, read_config, resolve_dtype
 from freetoken.model.experts import experts_modules, num_experts, plan_layout
 from freetoken.model.fill import MAX_FLIGHT_BYTES
+
+SOFTWARE = ("freetoken", "torch", "transformers")
 
 _log = log.get(__name__)
 
@@ -39,25 +42,27 @@ class BankKeeper(Protocol):
         ...
 
 
-def identify_banks(path: Path, model: PreTrainedModel) -> BankIdentity:
-    """Equal if and only if the banks' contents are: files, types, and who converted them."""
-    names = ("freetoken", "transformers")
-    versions = " ".join(f"{name} {version(name)}" for name in names)
+def identify_banks(path: Path, model: PreTrainedModel, device: str) -> BankIdentity:
+    """Equal if the banks' contents are, and what has passed the self-check before they were filled:
+    files, types, software, device."""
+    versions = " ".join(f"{name} {version(name)}" for name in SOFTWARE)
+    if device != "cpu":
+        device = f"{torch.cuda.get_device_name(device)} {torch.version.cuda}"
     layers = tuple(
         BankLayer(name, num_experts(module), plan_layout(name, module))
         for name, module in experts_modules(model)
     )
-    return BankIdentity(f"{digest_files(path)} {versions}", layers)
+    return BankIdentity(f"{digest_files(path)} {versions} {device}", layers)
 
 
-def find_banks(path: Path, dtype: str, keeper: BankKeeper) -> BankMemory | None:
+def find_banks(path: Path, dtype: str, device: str, keeper: BankKeeper) -> BankMemory | None:
     """The memory that an earlier worker has left for this checkpoint, whole or filled in part.
 
     What was left of another one is dropped. `dtype` is the option's value. Raises ConfigError.
     """
     config = read_config(path)
     model = build_meta_model(config, resolve_dtype(path, config, dtype))
-    return attach_banks(identify_banks(path, model), keeper)
+    return attach_banks(identify_banks(path, model, device), keeper)
 
 
 def attach_banks(identity: BankIdentity, keeper: BankKeeper) -> BankMemory | None:
@@ -96,8 +101,7 @@ def open_banks(
     if found is not None and found.identity != identity:  # the files changed meanwhile
         found.close()
         memory = None
-    is_whole = memory is not None and memory.num_filled == len(identity.layers)
-    if free_bytes is not None and not is_whole:
+    if free_bytes is not None and not (memory is not None and memory.is_whole):
         taken_bytes = 0 if memory is None else memory.taken_bytes
         check_host_memory(identity.num_bytes - taken_bytes, free_bytes)
     if memory is None:

@@ -80,7 +80,7 @@ def load_model(
     plan = plan_loading(model, list_tensors(path))
     memory = None
     if experts == "slots":
-        memory = open_banks(identify_banks(path, model), found, keeper, host_free_bytes)
+        memory = open_banks(identify_banks(path, model, device), found, keeper, host_free_bytes)
         if pinner is not None and found is not None and memory is not found:
             raise EngineError(f"the files in {path} have changed while this worker was starting")
     make_bank = own_banks(experts) if memory is None else banks_in(memory)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from freetoken import log
 from freetoken.experts.pinning import Pinner
 from freetoken.experts.shared import BankMemory
 from freetoken.model.banks import BankKeeper, find_banks
@@ -29,6 +30,9 @@ GPU_LIBRARY_BYTES = 512 << 20
 """cuBLAS keeps a workspace of 32 MiB for each stream, and the driver the code of every kernel that
 was loaded: most of them are loaded only when they are first called, after the budget was measured.
 """
+
+
+_log = log.get(__name__)
 
 
 class CheckpointSource:
@@ -65,13 +69,16 @@ class CheckpointSource:
 
     def find_banks(self, experts: ExpertsMode) -> int:
         if experts == "slots" and self._keeper is not None:
-            self._found = find_banks(self._path, self._dtype, self._keeper)
+            self._found = find_banks(self._path, self._dtype, str(self._device), self._keeper)
         return 0 if self._found is None else self._found.taken_bytes
 
     def check(self, experts: ExpertsMode) -> None:
         if self._found is not None and self._device.type == "cuda":
             self._pinner = Pinner()
-            give_filled(self._pinner, self._found)  # beside the check
+            give_filled(self._pinner, self._found)  # beside what comes next
+        if self._found is not None and self._found.is_whole:
+            _log.info(log.event("check.known", why="the worker that filled these banks passed it"))
+            return
         check_model(self._path, experts=experts, dtype=self._dtype, device=str(self._device))
 
     def load(

@@ -50,6 +50,7 @@ def test_a_killed_worker_comes_again_with_its_experts(server: Server) -> None:
     assert again["worker"] == standby
     assert (again["api"], again["scheduler"]) == (pids["api"], pids["scheduler"])
     server.running.wait_for(r"bank\.found layers=2 filled=2")
+    assert "check.known" in server.running.output
     first, second = (int(size) for size in DENSE_BYTES.findall(server.running.output))
     experts = 2 * 4 * 3 * 16 * 32 * 4  # two layers of four experts, three matrices in fp32
     assert first - second == experts

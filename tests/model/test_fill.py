@@ -47,7 +47,7 @@ class Load:
         self.dtype = dtype
         self.reports: list[tuple[str, int, int]] = []
         model = build_meta_model(read_config(path), dtype)
-        self.identity = identify_banks(path, model)
+        self.identity = identify_banks(path, model, "cpu")
 
     def run(self, memory: BankMemory, stop_at: float = 2.0) -> int:
         """Bytes read; stops with KeyboardInterrupt after this share of them."""

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from freetoken.config import Config
 from freetoken.errors import ConfigError
+from freetoken.experts.shared import BankMemory
+from freetoken.model import banks
 from freetoken.worker import checkpoint as subject
 from freetoken.worker import startup
 from freetoken.worker.checkpoint import CheckpointSource
@@ -43,9 +45,12 @@ class Shelf:
             self.dropped += 1
 
 
-class CheckedSource(CheckpointSource):
-    def check(self, experts):  # type: ignore[no-untyped-def]
-        pass
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """In place of the self-check, which takes a second and has a test of its own."""
+    paths: list[Path] = []
+    monkeypatch.setattr(subject, "check_model", lambda path, **_: paths.append(path))
+    return paths
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def start_worker(
 ) -> Started:
     values = {"experts": "slots", "moe_cache_size": 4} | options
     config = Config(model=str(path), dtype="float32", max_rows=4, max_step_tokens=64, **values)
-    source = CheckedSource(path, config.dtype, torch.device("cpu"), shelf)
+    source = CheckpointSource(path, config.dtype, torch.device("cpu"), shelf)
     return start(config, source, Progress(), budget)
 
 
@@ -75,6 +80,25 @@ def test_the_next_worker_reads_no_experts_and_plans_the_same(
     again = start_worker(checkpoint, shelf, BUDGET - kept_bytes)
     assert again.ready == first.ready
     assert shelf.dropped == 0
+
+
+def test_a_class_is_checked_once_for_the_workers_that_find_all_banks_filled(
+    checkpoint: Path, checked: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf()
+    start_worker(checkpoint, shelf)
+    start_worker(checkpoint, shelf)
+    assert len(checked) == 1
+    assert shelf.kept is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(BankMemory, "is_filled", lambda memory, layer: layer != 1)
+        start_worker(checkpoint, shelf)
+    assert len(checked) == 2, "the one before may have ended before it had filled them"
+    monkeypatch.setattr(banks, "version", lambda name: f"another {name}")
+    start_worker(checkpoint, shelf)
+    assert len(checked) == 3, "and with other software"
+    start_worker(checkpoint, Shelf())
+    assert len(checked) == 4
 
 
 def test_banks_of_another_checkpoint_are_dropped_before_new_ones_are_made(checkpoint: Path) -> None:
