@@ -153,7 +153,8 @@ class Server:
         """Send `prompt`, read the stream to its end. BenchError on anything but a full answer."""
         body = self._body(prompt, ask) | {"stream": True}
         stamped: list[tuple[float, bytes]] = []
-        sent_s, request = self._clock(), self._http.build_request("POST", self._path, json=body)
+        request = self._http.build_request("POST", self._path, json=body)
+        sent_s = self._clock()
         try:
             try:
                 response = await self._http.send(request, stream=True)

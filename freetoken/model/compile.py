@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from freetoken.model.decoder import LayerProxy
 
@@ -53,7 +54,7 @@ def make_compiler(
     if backend == "inductor":
         use_cache()
         options = _options()
-        tuned = options | {"coordinate_descent_tuning": True}
+        tuned = options | {"coordinate_descent_tuning": True} | _kept_tuning()
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, MAX_KINDS)
     # Only what _mark marks is dynamic: not what differs between two models, or kinds of layers.
@@ -95,6 +96,21 @@ def _options() -> dict[str, Any]:
     from freetoken.model.graph_passes import LayerPasses  # loads inductor
 
     return {"post_grad_custom_pre_pass": LayerPasses()}
+
+
+def _kept_tuning() -> dict[str, Any]:
+    """Options with which a later process finds what tuning has found.
+
+    Before 2.13, kernels that torch starts itself, without Triton's launcher, are tuned again by
+    each process if they had one form to begin with: 5 s at every start.
+    """
+    from torch._inductor import config
+
+    if TorchVersion(torch.__version__) >= "2.13":
+        return {}
+    known = config.get_config_copy()
+    names = ("use_static_cuda_launcher", "use_static_triton_launcher")
+    return {name: False for name in names if name in known}
 
 
 # What torch.compile traces: two functions, as it finds code again by function.

@@ -95,8 +95,11 @@ class PageTable:
             return
         places = [np.arange(at, at + len(page_ids)) for at, page_ids in added]
         pages = [page_ids for _, page_ids in added]
-        # Of what was written twice, the last counts; index_copy_ promises no order.
-        indices, last = np.unique(np.concatenate(places)[::-1], return_index=True)
-        packed = np.stack([indices, np.concatenate(pages)[::-1][last]]).astype(np.int64)
+        indices, ids = np.concatenate(places), np.concatenate(pages)
+        if len(added) > 1:
+            # Of what was written twice, the last counts; index_copy_ promises no order.
+            indices, last = np.unique(indices[::-1], return_index=True)
+            ids = ids[::-1][last]
+        packed = np.stack([indices, ids]).astype(np.int64)
         at_device, pages_device = to_device(packed, flat.device)
         flat.index_copy_(0, at_device, pages_device.to(torch.int32))

@@ -147,13 +147,17 @@ class Sampler:
     def read(self, row_ids: RowIds) -> DrawArrays:
         """The parameters of the next draw, and its random numbers."""
         floats = self._floats
-        # Greedy rows draw at a position too, but the kernel does not look at the number.
+        uniforms = np.zeros(len(row_ids))
+        drawn = self._is_random[row_ids]
+        if drawn.any():
+            rows = row_ids[drawn]
+            uniforms[drawn] = self._stream.read(rows, self._position[rows])
         return DrawArrays(
             floats["temperature"][row_ids],
             self._top_k[row_ids],
             floats["top_p"][row_ids],
             floats["min_p"][row_ids],
-            self._stream.read(row_ids, self._position[row_ids]),
+            uniforms,
         )
 
     def advance(self, row_ids: RowIds) -> None:

@@ -56,5 +56,5 @@ def trace(seconds: float) -> list[tuple[int, int]]:
     return list(zip(times_ns[::2], times_ns[1::2], strict=True))
 
 
-if VARIABLE in os.environ and "worker" in sys.orig_argv:
+if VARIABLE in os.environ and "worker" in sys.orig_argv and "--stand-by" not in sys.orig_argv:
     threading.Thread(target=watch, args=(Path(os.environ[VARIABLE]),), daemon=True).start()
