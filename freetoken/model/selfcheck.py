@@ -91,13 +91,17 @@ def _check_cleanly(config: PreTrainedConfig, ours: _Path, dtype: torch.dtype) ->
 def _exactly() -> Iterator[None]:
     """fp32 products in fp32. One thread: miniatures are so small that more would only wait."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    # Set to what it is, it is no longer what torch.compile has seen: compiled code is made again.
+    is_exact = precision == "highest"
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("highest")
+    if not is_exact:
+        torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
+        if not is_exact:
+            torch.set_float32_matmul_precision(precision)
 
 
 def _check(config: PreTrainedConfig, ours: _Path, dtype: torch.dtype) -> None:

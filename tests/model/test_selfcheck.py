@@ -43,6 +43,23 @@ def test_check_reads_the_config_only(tmp_path: Path) -> None:
     check_model(tmp_path, experts="in-place")
 
 
+def test_a_check_leaves_no_trace_in_what_compiled_code_is_found_by() -> None:
+    """torch.compile's cache knows code by these settings: a worker that skips the check would find
+    nothing that one that ran it has left."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "none"  # as torch starts with
+    try:
+        check_config(tiny.make_config("qwen3"), experts="in-place")
+        assert products.fp32_precision == "none"
+        torch.set_float32_matmul_precision("high")
+        check_config(tiny.make_config("qwen3"), experts="in-place")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        products.fp32_precision = before
+
+
 def test_model_that_differs_is_refused_with_class_and_difference() -> None:
     # Its attention in chunks reaches attention functions through the mask alone.
     config = large("llama4_text", num_hidden_layers=4)
