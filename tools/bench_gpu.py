@@ -183,7 +183,7 @@ class Bench:
             self.raw["parts"][f"decode-{streams}-{rate:g}"] = to_json(results)
             if is_all:
                 self._all_hit |= find_all_hit(results.decode)
-            self._add(decode_rows(results.decode, rate, self._speeds, self._all_hit))
+            self._add(decode_rows(results.decode, self.shape, rate, self._speeds, self._all_hit))
 
     def _extend(self, server: GpuServer, rate: float) -> None:
         for extend in self._options.extends:

@@ -24,6 +24,7 @@ EXTEND_MARGIN_MS = 6.0
 MIN_MISS_RATE = 0.2
 MAX_STALL_MS = 250.0  # the server's default
 FAIR_SHARE = 0.8  # of the throughput that work has one after the other
+MEMORY_BYTES_S = 4.26e12  # read by an H200's copies, device to device
 WINDOW = 128  # of every other layer of gpt-oss
 ALIGNMENT = 256
 
@@ -79,6 +80,13 @@ def expert_bytes(shape: MoeShape) -> int:
 
 def bank_bytes(shape: MoeShape) -> int:
     return shape.layers * shape.experts * expert_bytes(shape)
+
+
+def memory_ms(shape: MoeShape, distinct: float) -> float:
+    """What an H200 takes to read the weights of a decode step with so many distinct experts."""
+    width = (shape.heads + shape.kv_heads) * shape.head_dim
+    dense = shape.hidden * (2 * shape.layers * width + shape.vocab)
+    return (2 * dense + distinct * expert_bytes(shape)) / MEMORY_BYTES_S * 1e3
 
 
 def arithmetic_ms(shape: MoeShape, num_tokens: int) -> float:
@@ -175,7 +183,7 @@ def find_all_hit(decodes: Sequence[Decode]) -> dict[tuple[int, float], float]:
 
 
 def decode_rows(
-    decodes: Sequence[Decode], rate: float, speeds: Speeds, all_hit: AllHit
+    decodes: Sequence[Decode], shape: MoeShape, rate: float, speeds: Speeds, all_hit: AllHit
 ) -> list[Row]:
     rows = []
     for decode in decodes:
@@ -195,7 +203,8 @@ def decode_rows(
         if miss_rate < 0.001:
             figure = median(decode.event_p50_ms)
             limit = ALL_HIT_MS.get(streams) if temperature == 0 else None
-            rows.append(Row(f"{title}, all hit", "ms", figure, None, limit, note=note))
+            bound = memory_ms(shape, distinct)
+            rows.append(Row(f"{title}, all hit", "ms", figure, bound, limit, note=note))
             continue
         figure, gap = median(decode.gap_ms), all_hit.get((streams, temperature))
         bound = None if gap is None else gap + speeds.gather_ms(missing)

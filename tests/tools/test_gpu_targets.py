@@ -94,16 +94,18 @@ def test_decoding_with_misses_is_held_to_the_gap_without_and_the_bytes() -> None
     resident = [decode(8, 1.0, 3.0, work(steps=100, slot_hits=1e5))]
     all_hit = find_all_hit(resident)
     assert all_hit == {(8, 1.0): 3.0}
-    assert decode_rows([decode(8, 0.0, 3.0, work(steps=9, slot_hits=9))], 1.0, SPEEDS, {})[
-        0
-    ].limit == pytest.approx(3.1)
+    hits = work(steps=9, slot_hits=9 * 808, distinct_experts=9 * 808)
+    [row] = decode_rows([decode(8, 0.0, 3.0, hits)], QWEN3, 1.0, SPEEDS, {})
+    assert (row.limit, row.bound) == (3.1, pytest.approx(2.08, abs=0.01))
+    [row] = decode_rows([decode(8, 0.0, 3.0, hits)], GPT_OSS, 1.0, SPEEDS, {})
+    assert row.bound == pytest.approx((808 * 0.0498 + 1.16 + 0.64) / 4.26, rel=0.01)
     cost = work(steps=10, slot_hits=500, slot_misses=500, expert_bytes=500 * ROW)
     for rate, limit in ((0.5, 14.8 / 0.95), (0.25, 1.15 * 14.8)):
-        [row] = decode_rows([decode(8, 1.0, 16.0, cost)], rate, SPEEDS, all_hit)
+        [row] = decode_rows([decode(8, 1.0, 16.0, cost)], QWEN3, rate, SPEEDS, all_hit)
         assert row.bound == pytest.approx(14.8, abs=0.1)
         assert row.limit == pytest.approx(limit, abs=0.1)
     few = work(steps=10, slot_hits=900, slot_misses=100, expert_bytes=ROW)
-    [row] = decode_rows([decode(8, 1.0, 16.0, few)], 0.5, SPEEDS, all_hit)
+    [row] = decode_rows([decode(8, 1.0, 16.0, few)], QWEN3, 0.5, SPEEDS, all_hit)
     assert row.limit is None
 
 
@@ -111,7 +113,7 @@ def test_what_is_not_known_has_no_limit() -> None:
     silent = FirstToken(16, (5.0,), (2064,), (2048,))
     assert extend_rows([silent], QWEN3, 0.5, SPEEDS, {})[0].limit is None
     cost = work(steps=10, slot_misses=500, expert_bytes=ROW)
-    assert decode_rows([decode(4, 0.0, 9.0, cost)], 0.5, SPEEDS, {})[0].limit is None
+    assert decode_rows([decode(4, 0.0, 9.0, cost)], QWEN3, 0.5, SPEEDS, {})[0].limit is None
 
 
 def test_kernels_and_policy_have_floors_and_ceilings() -> None:
