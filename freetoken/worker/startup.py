@@ -34,7 +34,7 @@ from freetoken.worker.sizes import ModelSizes, make_request
 from freetoken.worker.source import ExpertsMode, ModelSource
 from freetoken.worker.threads import StepThreads
 from freetoken.worker.threshold import Threshold, on_demand_tokens
-from freetoken.worker.warmup import warm_up
+from freetoken.worker.warmup import warm_up, warm_up_passes
 
 LATER = ("graphs", "pass", "kv_reach", "sampling")
 """Prices of what the first steps do not take: they are of one row, whose chunk is its first."""
@@ -119,6 +119,8 @@ def _start_on_gpu(parts: _Start) -> Started:
     memory.restart_peak()
     runner = _make_runner(parts, model, None)
     plan = grow_slots(parts.config, parts.sizes, parts.plan, model, memory)
+    with parts.stage(Phase.CHECKING, "warming up passes"):
+        warm_up_passes(runner)
     threshold = make_threshold(parts.config, parts.sizes, plan, link)
     runner.observer = StepObserver(threshold, model.num_layers)
     if parts.compiles and can_capture(model):
