@@ -167,7 +167,8 @@ class Config(BaseModel):
         Field(
             gt=0,
             allow_inf_nan=False,
-            description="seconds a step may take before /health/ready says 503",
+            description="seconds a step may take before /health/ready says 503; after three times "
+            "as long the worker is taken for hung, and killed",
         ),
     ] = 60.0
     worker_restarts: Annotated[

@@ -50,8 +50,11 @@ class Taker(Protocol):
     def take(self, message: Message) -> None:
         """Anything that is not about the link itself."""
 
-    def lost(self, reason: str) -> None:
-        """The scheduler is gone; a new hello is about to go out."""
+    def lost(self, reason: str, given_up_pid: int) -> None:
+        """The scheduler is gone; a new hello is about to go out.
+
+        `given_up_pid`: its process, which may still run without being of any use, else 0.
+        """
 
     def fatal(self, error: Exception) -> None:
         """This process must end."""
@@ -140,11 +143,11 @@ class Link:
             self._socket.close(linger=linger_ms)
             self._socket = None
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, given_up_pid: int = 0) -> None:
         _log.warning(log.event("engine.lost", reason=reason))
         self._welcome = None
         self._forget_exit_fd()
-        self._taker.lost(reason)
+        self._taker.lost(reason, given_up_pid)
         self._connect()
 
     def _check(self) -> None:
@@ -155,7 +158,7 @@ class Link:
             if now_s - self._hello_at_s > HELLO_AGAIN_S:
                 self._connect()
         elif now_s - self._welcomed_at_s > LOST_S and self._beats.is_lost(now_s):
-            self._lose(f"no heartbeat of the scheduler for {LOST_S:g} s")
+            self._lose(f"no heartbeat of the scheduler for {LOST_S:g} s", self._welcome.pid)
         elif self._is_other_life(self._welcome):
             self._lose("the scheduler was restarted")
         elif self._is_forgotten(now_s):

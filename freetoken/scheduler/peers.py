@@ -81,7 +81,7 @@ class PeerTable:
             if peer.has_exited:
                 found.append((peer, f"process {peer.pid} has exited"))
             elif self._is_silent(peer, now_s):
-                found.append((peer, f"process {peer.pid} is silent"))
+                found.append((peer, f"process {peer.pid} has had no heartbeat for {LOST_S:g} s"))
         return found
 
     def _is_silent(self, peer: Peer, now_s: float) -> bool:

@@ -31,7 +31,8 @@ def test_a_silent_peer_is_gone_after_the_limit() -> None:
     peer = table.add(b"a", hello("a", os.getpid()), 1, now_s=0.0)
     beats.hear("a", 1.0)
     assert table.gone(1.0 + LOST_S) == []
-    assert table.gone(1.1 + LOST_S) == [(peer, f"process {os.getpid()} is silent")]
+    reason = f"process {os.getpid()} has had no heartbeat for 5 s"
+    assert table.gone(1.1 + LOST_S) == [(peer, reason)]
     table.remove(peer)
     assert table.gone(1.1 + LOST_S) == []
     assert table.get(b"a") is None
