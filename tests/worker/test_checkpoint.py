@@ -155,6 +155,25 @@ def test_a_pass_loads_each_expert_without_a_slot_once_whatever_its_length(checkp
     assert expert_bytes >= 3 * 64 * 32 * 4
 
 
+def test_a_pass_in_parts_counts_what_it_counts_in_one(checkpoint):
+    """The last part has nothing to copy: its experts have set out beside the part before."""
+    runner = start_worker(checkpoint, experts="slots", moe_cache_size=5).runner
+    options = {"num_pages": 6, "mode": StepMode.PASS, "forget_rows": pack_ids([0])}
+    few, many = [PROMPT[0]] * 4, PROMPT
+    whole = [runner.execute(start_plan(0, prompt, 0, **options)).stats for prompt in (few, many)]
+    assert whole[0].distinct_experts < whole[1].distinct_experts
+    for prompt, expected in zip((few, many), whole, strict=True):
+        stats = []
+        for layer in range(NUM_LAYERS):
+            plan = start_plan(0, prompt, 0, **options, layers=(layer, layer + 1))
+            if layer:
+                extends = (Extend(0, 0, b"", True),)
+                plan = make_plan(mode=StepMode.PASS, layers=plan.layers, extends=extends)
+            stats.append(runner.execute(plan).stats)
+        for name in ("distinct_experts", "slot_hits", "slot_misses", "expert_bytes"):
+            assert sum(getattr(part, name) for part in stats) == getattr(expected, name), name
+
+
 @pytest.mark.parametrize("flags", [{}, {"disable_moe_prefill_overlap": True}])
 def test_copies_beside_the_layer_before_can_be_turned_off(checkpoint, monkeypatch, flags):
     overlaps = []
