@@ -174,7 +174,9 @@ class Config(BaseModel):
     worker_restarts: Annotated[
         int,
         Field(
-            ge=0, le=100, description="a dead worker is started again so many times in 60 seconds"
+            ge=0,
+            le=100,
+            description="a worker that died or hangs is replaced so many times in 60 seconds",
         ),
     ] = 0
     log_level: Annotated[

@@ -241,10 +241,11 @@ def _check_host(sizes: ModelSizes, request: Request, budget_bytes: int) -> None:
     needs = price_host(sizes, request)
     short = sum(needs.values()) - budget_bytes
     if short > 0:
+        less = ", leave --worker-restarts out" if request.has_standby else ""
         raise ShortfallError(
             f"the model's experts need {_sum(needs)} of host memory, the budget is "
             f"{_mib(max(0, budget_bytes))}: {_mib(short)} short; free memory, raise the "
-            "container's limit, or use a smaller model or --dtype",
+            f"container's limit{less}, or use a smaller model or --dtype",
             short,
             Memory.HOST,
         )
