@@ -195,7 +195,9 @@ class WorkerSide:
         for peer, reason in self._peers.gone(now_s):
             self._give_up(peer, reason, now_s)
         worker, since_s = self._worker, self.awaited_since_s
-        if worker is not None and since_s is not None and self._health.is_hung(since_s, now_s):
+        if worker is None or since_s is None:
+            return
+        if self._health.is_hung(max(since_s, self._peers.watched_since_s), now_s):
             reason = f"process {worker.pid} has not ended a step in {now_s - since_s:.0f} s"
             self._give_up(worker, reason, now_s)
 
