@@ -167,13 +167,16 @@ class Config(BaseModel):
         Field(
             gt=0,
             allow_inf_nan=False,
-            description="seconds a step may take before /health/ready says 503",
+            description="seconds a step may take before /health/ready says 503; after three times "
+            "as long the worker is taken for hung, and killed",
         ),
     ] = 60.0
     worker_restarts: Annotated[
         int,
         Field(
-            ge=0, le=100, description="a dead worker is started again so many times in 60 seconds"
+            ge=0,
+            le=100,
+            description="a worker that died or hangs is replaced so many times in 60 seconds",
         ),
     ] = 0
     log_level: Annotated[

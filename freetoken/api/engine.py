@@ -143,16 +143,16 @@ class EngineClient:
         else:
             _log.warning(log.event("wire.unexpected", message=type(message).__name__))
 
-    def lost(self, reason: str) -> None:
-        self.state = _away(Phase.DEAD, reason)
+    def lost(self, reason: str, given_up_pid: int) -> None:
+        self.state = _away(Phase.DEAD, reason, given_up_pid)
         self.fail_all(reason)
 
     def fatal(self, error: Exception) -> None:
         self._on_fatal(error)
 
 
-def _away(phase: Phase, detail: str) -> EngineState:
-    return EngineState(phase, detail, 0, 0, 0, 0, 0, {})
+def _away(phase: Phase, detail: str, given_up_pid: int = 0) -> EngineState:
+    return EngineState(phase, detail, 0, 0, 0, 0, 0, {}, given_up_pid)
 
 
 def _unavailable(reason: str) -> RequestError:

@@ -38,6 +38,7 @@ class HealthEndpoint:
             "total_bytes": state.total_bytes,
             "running": state.running,
             "waiting": state.waiting,
+            "given_up_pid": state.given_up_pid,
         }
         if is_ready:
             return JsonResponse(body)

@@ -20,7 +20,7 @@ import zmq
 
 from freetoken import log
 from freetoken.errors import ProtocolError
-from freetoken.wire.beats import LOST_S, BeatClient, open_exit_fd
+from freetoken.wire.beats import LOST_S, Attention, BeatClient, open_exit_fd
 from freetoken.wire.codec import WireError, decode, encode
 from freetoken.wire.messages import (
     PROTOCOL_VERSION,
@@ -50,8 +50,11 @@ class Taker(Protocol):
     def take(self, message: Message) -> None:
         """Anything that is not about the link itself."""
 
-    def lost(self, reason: str) -> None:
-        """The scheduler is gone; a new hello is about to go out."""
+    def lost(self, reason: str, given_up_pid: int) -> None:
+        """The scheduler is gone; a new hello is about to go out.
+
+        `given_up_pid`: its process, which may still run without being of any use, else 0.
+        """
 
     def fatal(self, error: Exception) -> None:
         """This process must end."""
@@ -81,6 +84,7 @@ class Link:
         self._told_at_s = 0.0  # when the scheduler last sent anything
         self._hello_at_s = 0.0
         self._exit_fd: int | None = None
+        self._attention = Attention()
         self._unsent: deque[Message] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -140,25 +144,26 @@ class Link:
             self._socket.close(linger=linger_ms)
             self._socket = None
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, given_up_pid: int = 0) -> None:
         _log.warning(log.event("engine.lost", reason=reason))
         self._welcome = None
         self._forget_exit_fd()
-        self._taker.lost(reason)
+        self._taker.lost(reason, given_up_pid)
         self._connect()
 
     def _check(self) -> None:
         """Every CHECK_S: what no message tells."""
         self._timer = self._loop.call_later(CHECK_S, self._check)
         now_s = time.monotonic()
+        since_s = self._attention.since(now_s)
         if self._welcome is None:
             if now_s - self._hello_at_s > HELLO_AGAIN_S:
                 self._connect()
-        elif now_s - self._welcomed_at_s > LOST_S and self._beats.is_lost(now_s):
-            self._lose(f"no heartbeat of the scheduler for {LOST_S:g} s")
+        elif now_s - self._welcomed_at_s > LOST_S and self._beats.is_lost(now_s, since_s):
+            self._lose(f"no heartbeat of the scheduler for {LOST_S:g} s", self._welcome.pid)
         elif self._is_other_life(self._welcome):
             self._lose("the scheduler was restarted")
-        elif self._is_forgotten(now_s):
+        elif self._is_forgotten(now_s, since_s):
             self._lose(f"the scheduler has told nothing for {LOST_S:g} s")
         while self._unsent and self.send(self._unsent[0]):
             self._unsent.popleft()
@@ -169,13 +174,10 @@ class Link:
             return False
         return heard.beat.epoch != welcome.epoch
 
-    def _is_forgotten(self, now_s: float) -> bool:
+    def _is_forgotten(self, now_s: float, since_s: float) -> bool:
         """True if the scheduler sends its state, as it does all the time, to us no more: it has
         given us up while we were stopped or starved."""
-        if now_s - self._told_at_s <= LOST_S:
-            return False
-        self._read()  # after a pause of ours, what it sent is still queued
-        return self._welcome is not None and now_s - self._told_at_s > LOST_S
+        return now_s - max(self._told_at_s, since_s) > LOST_S
 
     def _read(self) -> None:
         """All that is queued; the descriptor is edge-triggered, so until nothing is left."""

@@ -42,6 +42,7 @@ PARTS = {
     "slots": "the experts that stay",
     "banks": "all experts",
     "process": "the worker itself",
+    "standby": "the worker that stands by",
 }
 
 

@@ -58,6 +58,8 @@ class PassRing:
         self._layer: int | None = None
         self._has_waited = False
         self.is_running = False
+        # Whoever counts takes these three and starts them again.
+        self.has_entered = False
         self.hits = 0
         self.misses = 0
         # Experts that the layer's tokens have asked for, and one place for ids to be skipped.
@@ -85,6 +87,7 @@ class PassRing:
         self._count_asked()
         self._await_experts()  # of the layer before, if nobody took them: their rows come again
         self._layer = layer
+        self.has_entered = True
         if self._stream is not None:
             self._entered[layer % HALVES].record()
         self._issue(layer)

@@ -51,6 +51,7 @@ class Child:
         self._write_line = write_line
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
         self._partial = b""
+        self._killed_for = ""
         try:
             self._process = subprocess.Popen(
                 room.standby_argv if stands_by else room.argv,
@@ -109,6 +110,15 @@ class Child:
         if self.returncode is None:
             self._process.send_signal(number)
 
+    @property
+    def is_killed(self) -> bool:
+        return bool(self._killed_for)
+
+    def kill(self, why: str) -> None:
+        """End it at once, for a reason that `explain_end` will tell."""
+        self._killed_for = why
+        self.kill_group()
+
     def kill_group(self) -> None:
         """End it and whatever it started, at once."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -137,15 +147,20 @@ class Child:
         """Why it ended, in one line."""
         code = self.returncode
         assert code is not None
-        return explain_exit(self.room.name, code, list(self._last))
+        return explain_exit(self.room.name, code, list(self._last), self._killed_for)
 
 
-def explain_exit(name: str, code: int, last_lines: Sequence[str]) -> str:
-    """`name` and its own last word: its error line if it wrote one, else how it ended."""
+def explain_exit(name: str, code: int, last_lines: Sequence[str], killed_for: str = "") -> str:
+    """`name` and its own last word: its error line if it wrote one, else how it ended.
+
+    `killed_for`: why we have killed it, if we have.
+    """
     own = f"{name}: error: "
     for line in reversed(last_lines):
         if line.startswith(own):
             return f"{name}: {line.removeprefix(own)}"
+    if killed_for:
+        return f"{name} hung and was killed: {killed_for}"
     if code < 0:
         hint = " (by hand, or by the kernel for want of memory)" if code == -signal.SIGKILL else ""
         return f"{name} was killed by {signal_name(-code)}{hint}"

@@ -16,7 +16,8 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """An answer of /health/ready; `context_tokens` is 0 until the worker knows it."""
+    """An answer of /health/ready; `context_tokens` is 0 until the worker knows it;
+    `given_up_pid`: a process of ours that is of no use any more, 0: none."""
 
     is_ready: bool
     phase: Phase
@@ -25,6 +26,7 @@ class Health:
     total_bytes: int = 0
     context_tokens: int = 0
     model: str = ""
+    given_up_pid: int = 0
 
 
 class HealthPoller:
@@ -74,4 +76,5 @@ def read_health(status: int, body: Any) -> Health:
         total_bytes=int(body["total_bytes"]),
         context_tokens=int(body["context_tokens"] or 0),
         model=str(body["model"]),
+        given_up_pid=int(body["given_up_pid"]),
     )

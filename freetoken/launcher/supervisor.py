@@ -3,9 +3,10 @@
 Who may end: a room with `max_restarts` comes again, with growing pauses, while the others go on; if
 it can stand by, another process of it does from the time the server is ready.
 The end of any other room is the end of the server: the rest go on for LINGER_S, so that clients get
-their error and a 503 instead of a closed door, then all stop and the reason is raised. One thread,
-one select, which the keeper of the worker's banks shares; health comes from another thread as a
-plain attribute.
+their error and a 503 instead of a closed door, then all stop and the reason is raised. A room that
+the others have given up, as health says, and that does not end is killed, which is an end like any
+other. One thread, one select, which the keeper of the worker's banks shares; health comes from
+another thread as a plain attribute.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from types import FrameType
 from freetoken import log
 from freetoken.errors import ConfigError, EngineError
 from freetoken.launcher.child import Child, Room
+from freetoken.launcher.given_up import GivenUp
 from freetoken.launcher.health import Health
 from freetoken.launcher.keeper import Keeper
 from freetoken.launcher.notify import Notifier
@@ -72,6 +74,7 @@ class Supervisor:
         self._report = report
         self._notifier = notifier
         self._keeper = keeper
+        self._given_up = GivenUp()
         self._children: dict[str, Child] = {}
         self._ends_s: dict[str, list[float]] = {}  # of rooms that were restarted
         self._due_s: dict[str, float] = {}  # when a room comes again
@@ -232,8 +235,16 @@ class Supervisor:
             self._notifier.status(status)
         if self._has_been_ready and health is not None and health.is_ready:
             self._stand_by()
+        self._kill_given_up(health, now_s)
         self._note_recovery(health, now_s)
         self._pet(health, now_s)
+
+    def _kill_given_up(self, health: Health | None, now_s: float) -> None:
+        pid = self._given_up.find_overdue(health, now_s)
+        for child in self._children.values():
+            if health is not None and child.pid == pid and not child.is_killed:
+                _log.error(log.event("process.hung", process=child.room.name, why=health.detail))
+                child.kill(health.detail)
 
     def _note_recovery(self, health: Health | None, now_s: float) -> None:
         """A line when the server is ready again, with the seconds that it was not."""

@@ -209,11 +209,12 @@ class ServedModel:
         *now, in_passes = on_demand
         hits, misses, distinct, _ = (n - old for n, old in zip(now, self._taken, strict=True))
         self._taken = now
-        if ring.hits or ring.misses:
+        if ring.has_entered:
             distinct += in_passes - self._taken_distinct
             self._taken_distinct = in_passes
             hits, misses = hits + ring.hits, misses + ring.misses
             ring.hits = ring.misses = 0
+            ring.has_entered = False
         return ExpertCounters(hits, misses, misses * pool.layout.row_bytes, distinct)
 
     def compile(self) -> None:

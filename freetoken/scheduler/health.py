@@ -13,6 +13,8 @@ from freetoken.wire.messages import Phase
 
 PROBE_AFTER_S = 10.0
 PROBE_RETRY_S = 1.0
+HUNG_RATE = 3
+"""A step that takes so many stall limits will not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class Health:
     def is_overdue(self, since_s: float, now_s: float) -> bool:
         """A step whose result is awaited since then should have been back."""
         return now_s - since_s > self._stall_timeout_s
+
+    def is_hung(self, since_s: float, now_s: float) -> bool:
+        """Its worker is to be given up."""
+        return now_s - since_s > HUNG_RATE * self._stall_timeout_s
 
     def must_probe(self, signs: Signs, now_s: float) -> bool:
         """True when a probe should be sent now; counts it as sent."""

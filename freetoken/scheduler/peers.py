@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from freetoken.wire.beats import LOST_S, BeatServer, open_exit_fd
+from freetoken.wire.beats import LOST_S, Attention, BeatServer, open_exit_fd
 from freetoken.wire.messages import Failed, Hello
 
 
@@ -46,6 +46,8 @@ class PeerTable:
         self._poller = poller
         self._beats = beats
         self._by_identity: dict[bytes, Peer] = {}
+        self._attention = Attention()
+        self.watched_since_s = 0.0  # without a break, up to the last `gone`
 
     def get(self, identity: bytes) -> Peer | None:
         return self._by_identity.get(identity)
@@ -75,16 +77,19 @@ class PeerTable:
             peer.exit_fd = None
 
     def gone(self, now_s: float) -> list[tuple[Peer, str]]:
-        """Peers that have exited or fallen silent, with the reason."""
+        """Peers that have exited or fallen silent, with the reason. To be asked all the time."""
+        self.watched_since_s = self._attention.since(now_s)
         found = []
         for peer in self._by_identity.values():
             if peer.has_exited:
                 found.append((peer, f"process {peer.pid} has exited"))
             elif self._is_silent(peer, now_s):
-                found.append((peer, f"process {peer.pid} is silent"))
+                found.append((peer, f"process {peer.pid} has had no heartbeat for {LOST_S:g} s"))
         return found
 
     def _is_silent(self, peer: Peer, now_s: float) -> bool:
+        since_s = self.watched_since_s
         if peer.exit_fd is None and self._beats.heard(peer.name) is None:
-            return now_s - peer.hello_s > LOST_S  # it may have died before its first beat
-        return self._beats.is_lost(peer.name, now_s)
+            # It may have died before its first beat.
+            return now_s - max(peer.hello_s, since_s) > LOST_S
+        return self._beats.is_lost(peer.name, now_s, since_s)

@@ -223,6 +223,7 @@ class SchedulerProcess:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             counters=scheduler.gauges(),
+            given_up_pid=self._worker.given_up_pid,
         )
 
     def _make_beat(self) -> Beat:

@@ -49,6 +49,7 @@ class WorkerSide:
         self._apis = apis
         self._epoch = epoch
         self._worker: Peer | None = None
+        self._given_up_pid = 0
         self._result_s = 0.0
         self._num_malformed = 0  # frames of the socket, when there was no doubt about a result
 
@@ -57,6 +58,11 @@ class WorkerSide:
         """Since when the worker has had a step to run without a result; None if it has none."""
         oldest_s = self._scheduler.oldest_step_s
         return None if oldest_s is None else max(oldest_s, self._result_s)
+
+    @property
+    def given_up_pid(self) -> int:
+        """Process of the worker that was lost, until another comes; 0: none."""
+        return self._given_up_pid
 
     # ------------------------------------------------------------ in
 
@@ -140,6 +146,7 @@ class WorkerSide:
             self._lose(f"worker {old.name} began anew", now_s)
         self._epoch += 1
         self._worker = self._peers.add(identity, hello, self._epoch, now_s)
+        self._given_up_pid = 0
         self._health.connected()
         self._router.send(identity, Welcome(PROTOCOL_VERSION, os.getpid(), self._epoch))
         _log.info(log.event("worker.connected", peer=hello.name, pid=hello.pid, epoch=self._epoch))
@@ -187,6 +194,12 @@ class WorkerSide:
     def drop_gone(self, now_s: float) -> None:
         for peer, reason in self._peers.gone(now_s):
             self._give_up(peer, reason, now_s)
+        worker, since_s = self._worker, self.awaited_since_s
+        if worker is None or since_s is None:
+            return
+        if self._health.is_hung(max(since_s, self._peers.watched_since_s), now_s):
+            reason = f"process {worker.pid} has not ended a step in {now_s - since_s:.0f} s"
+            self._give_up(worker, reason, now_s)
 
     def _give_up(self, worker: Peer, reason: str, now_s: float) -> None:
         """Should it come to life again, it must end: its pages are forgotten."""
@@ -197,6 +210,7 @@ class WorkerSide:
         worker = self._worker
         assert worker is not None, "a worker is lost only once"
         self._worker = None
+        self._given_up_pid = worker.pid
         self._peers.remove(worker)
         _log.error(log.event("worker.lost", peer=worker.name, why=reason))
         self._health.lost(reason)

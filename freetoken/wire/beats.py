@@ -1,7 +1,8 @@
 """Heartbeats: a thread of its own per process, so that loading and compiling count as alive.
 
 The scheduler runs a BeatServer, every other process a BeatClient. A peer is lost after LOST_S
-without a beat. A process on the same machine that exits is noticed at once through `open_exit_fd`.
+without a beat, not counting what its judge was stopped itself (Attention). A process on the same
+machine that exits is noticed at once through `open_exit_fd`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from freetoken.wire.sockets import CurveKeys, bind_router, connect_dealer
 
 INTERVAL_S = 0.5
 LOST_S = 5.0
+MAX_BREAK_S = 2.0
+"""Between two looks at the others of one who is not stopped, nor starved of the processor."""
 
 MakeBeat = Callable[[], Beat]
 """Called in the heartbeat thread; reads plain attributes only."""
@@ -41,6 +44,24 @@ def open_exit_fd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (OSError, OverflowError):
         return None
+
+
+class Attention:
+    """Since when its owner has looked at others without a break.
+
+    Who was stopped (with a whole container or machine, say) has heard nobody meanwhile, and must
+    not take that for their silence.
+    """
+
+    def __init__(self) -> None:
+        self._since_s = self._looked_s = float("-inf")
+
+    def since(self, now_s: float) -> float:
+        """The time (time.monotonic), at a look of now."""
+        if now_s - self._looked_s > MAX_BREAK_S:
+            self._since_s = now_s
+        self._looked_s = now_s
+        return self._since_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +124,10 @@ class BeatServer(_BeatThread):
     def heard(self, name: str) -> Heard | None:
         return self._heard.get(name)
 
-    def is_lost(self, name: str, now_s: float) -> bool:
-        """True if `name` was heard once and then not for LOST_S."""
+    def is_lost(self, name: str, now_s: float, since_s: float) -> bool:
+        """True if `name` was heard once and then not for LOST_S, counted from `since_s`."""
         last = self._heard.get(name)
-        return last is not None and now_s - last.at_s > LOST_S
+        return last is not None and now_s - max(last.at_s, since_s) > LOST_S
 
     def forget(self, name: str) -> None:
         self._heard.pop(name, None)
@@ -145,9 +166,9 @@ class BeatClient(_BeatThread):
         self._socket = connect_dealer(context, endpoint, f"{identity}-beat", keys)
         self.last: Heard | None = None
 
-    def is_lost(self, now_s: float) -> bool:
-        """True if the scheduler was heard once and then not for LOST_S."""
-        return self.last is not None and now_s - self.last.at_s > LOST_S
+    def is_lost(self, now_s: float, since_s: float) -> bool:
+        """True if the scheduler was heard once and then not for LOST_S, counted from `since_s`."""
+        return self.last is not None and now_s - max(self.last.at_s, since_s) > LOST_S
 
     def _run(self) -> None:
         while not self._stopping.is_set():

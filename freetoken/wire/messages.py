@@ -22,7 +22,7 @@ from enum import StrEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change of a message; checked in Hello."""
 
 
@@ -175,6 +175,7 @@ class EngineState(_Message, frozen=True):
     running: int
     waiting: int
     counters: dict[str, float]  # totals since start, for /metrics: names as in scheduler/counters
+    given_up_pid: int = 0  # of a process that is of no use any more but may still run; 0: none
 
 
 # ---------------------------------------------------------------- scheduler → worker

@@ -17,7 +17,7 @@ import zmq
 
 from freetoken import log
 from freetoken.errors import EngineError, ProtocolError
-from freetoken.wire.beats import LOST_S, BeatClient, open_exit_fd
+from freetoken.wire.beats import LOST_S, Attention, BeatClient, open_exit_fd
 from freetoken.wire.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -71,6 +71,7 @@ class SchedulerLink:
         self._said_s = self._welcomed_s = 0.0
         self._scheduler_epoch: int | None = None
         self._exit_fd: int | None = None
+        self._attention = Attention()
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._beats = BeatClient(self._context, endpoints.beats, self._name, self._make_beat, keys)
@@ -160,8 +161,11 @@ class SchedulerLink:
         heard, welcome = self._beats.last, self._welcome
         if welcome is None:
             return None
-        last_s = self._welcomed_s if heard is None else max(heard.at_s, self._welcomed_s)
-        if time.monotonic() - last_s > LOST_S:
+        now_s = time.monotonic()
+        last_s = max(self._welcomed_s, self._attention.since(now_s))
+        if heard is not None:
+            last_s = max(last_s, heard.at_s)
+        if now_s - last_s > LOST_S:
             return Lost(f"no heartbeat for {LOST_S} s")
         if heard is None or heard.at_s < self._welcomed_s:
             return None

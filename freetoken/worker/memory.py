@@ -94,7 +94,7 @@ def plan_memory(
     window = request.max_seq_len_override or sizes.window
     required_tokens = check_flags(sizes, request, window)
     if sizes.on_gpu and host_budget_bytes is not None:
-        _check_host(sizes, host_budget_bytes)
+        _check_host(sizes, request, host_budget_bytes)
     shortfalls = []
     for step_tokens in _step_choices(sizes, request, window, budget_bytes):
         try:
@@ -136,7 +136,7 @@ def _plan(
         max_step_tokens=step_tokens,
         max_pass_tokens=pass_tokens(sizes, request, step_tokens) or step_tokens,
         max_on_demand_tokens=on_demand_tokens,
-        host_prices=price_host(sizes) if sizes.on_gpu else {},
+        host_prices=price_host(sizes, request) if sizes.on_gpu else {},
     )
     assert plan.planned_bytes <= budget_bytes
     assert plan.context_tokens >= (request.context_tokens or MIN_CONTEXT_TOKENS)
@@ -237,14 +237,15 @@ def _useful_pages(request: Request, window: int) -> int:
     return to_pages(max(tokens, min(window, DEFAULT_CONTEXT_TOKENS)), request.page_size)
 
 
-def _check_host(sizes: ModelSizes, budget_bytes: int) -> None:
-    needs = price_host(sizes)
+def _check_host(sizes: ModelSizes, request: Request, budget_bytes: int) -> None:
+    needs = price_host(sizes, request)
     short = sum(needs.values()) - budget_bytes
     if short > 0:
+        less = ", leave --worker-restarts out" if request.has_standby else ""
         raise ShortfallError(
             f"the model's experts need {_sum(needs)} of host memory, the budget is "
             f"{_mib(max(0, budget_bytes))}: {_mib(short)} short; free memory, raise the "
-            "container's limit, or use a smaller model or --dtype",
+            f"container's limit{less}, or use a smaller model or --dtype",
             short,
             Memory.HOST,
         )

@@ -23,6 +23,9 @@ MIN_PAIRS = 1 << 16
 TABLE_ENTRY_BYTES = 4
 HOST_PROCESS_BYTES = 2 << 30
 """The worker's own host memory beside the banks: Python, torch, CUDA's host side, staging."""
+STANDBY_BYTES = 512 << 20
+"""Of the worker that stands by: Python, torch, transformers and the compiler. Of its own it has
+0.3 GiB where torch has no CUDA (2.13, 2026-12-01)."""
 
 
 def pass_tokens(sizes: ModelSizes, request: Request, step_tokens: int) -> int:
@@ -47,7 +50,12 @@ def price_fixed(sizes: ModelSizes, request: Request, step_tokens: int) -> dict[s
         max_pairs = (MAX_ON_DEMAND_TOKENS + request.max_rows) * sizes.top_k
         prices["tables"] = sizes.num_all_experts * EXPERT_TABLE_BYTES
         prices["tables"] += max(MIN_PAIRS, max_pairs) * TABLE_ENTRY_BYTES
-    return prices | (price_gpu if sizes.on_gpu else price_activations)(sizes, step)
+    prices |= (price_gpu if sizes.on_gpu else price_activations)(sizes, step)
+    return prices if sizes.on_gpu else prices | _price_standby(request)
+
+
+def _price_standby(request: Request) -> dict[str, int]:
+    return {"standby": STANDBY_BYTES} if request.has_standby else {}
 
 
 def _largest_step(sizes: ModelSizes, request: Request, step_tokens: int) -> StepSizes:
@@ -60,9 +68,10 @@ def _largest_step(sizes: ModelSizes, request: Request, step_tokens: int) -> Step
     )
 
 
-def price_host(sizes: ModelSizes) -> dict[str, int]:
+def price_host(sizes: ModelSizes, request: Request) -> dict[str, int]:
     """Bytes by name in host memory for a model on a GPU."""
-    return {"banks": sizes.bank_bytes, "process": HOST_PROCESS_BYTES}
+    prices = {"banks": sizes.bank_bytes, "process": HOST_PROCESS_BYTES}
+    return prices | _price_standby(request)
 
 
 class Pages:

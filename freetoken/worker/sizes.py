@@ -65,13 +65,15 @@ class Request:
     """The flags, as given; None: the plan chooses.
 
     `has_slots`: experts are computed from slots, not in place · `max_step_tokens`: tokens computed
-    at a time, on a GPU the chunk of a pass.
+    at a time, on a GPU the chunk of a pass · `has_standby`: another worker waits
+    for this one's end.
     """
 
     page_size: int
     max_rows: int
     max_step_tokens: int | None = None
     has_slots: bool = False
+    has_standby: bool = False
     context_tokens: int | None = None
     num_tokens: int | None = None
     num_pages: int | None = None
@@ -91,6 +93,7 @@ def make_request(config: Config, sizes: ModelSizes, *, has_slots: bool) -> Reque
         max_rows=config.max_rows,
         max_step_tokens=config.max_step_tokens,
         has_slots=has_slots,
+        has_standby=config.worker_restarts > 0,
         context_tokens=config.context_tokens,
         num_tokens=config.num_tokens,
         num_pages=config.num_pages,

@@ -1,5 +1,6 @@
 """Each process killed while clients stream: what they see, what is left, and starting again."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -42,6 +43,29 @@ def test_a_vital_process_dies_while_clients_stream(
         assert running.last_line.startswith(
             f"ft: error: freetoken-{victim} was killed by SIGKILL"
         ), running.output
+        assert_nothing_left(server, pids)
+
+
+def test_a_worker_that_stops_for_long_ends_the_server(tiny_checkpoint: Path, runtime: Path) -> None:
+    with start(tiny_checkpoint, runtime, "--port", "0") as running:
+        server = await_server(running, runtime)
+        pids, text = server.pids, server.complete()
+        with Stream(server.url) as stream:
+            stream.next()
+            os.kill(pids["worker"], signal.SIGSTOP)
+            os.kill(pids["worker"], signal.SIGCONT)
+            stream.drain()
+            assert stream.finish_reasons == {"length"}, "it was short"
+        assert server.complete() == text
+        with Stream(server.url) as stream:
+            stream.next()
+            os.kill(pids["worker"], signal.SIGSTOP)
+            stream.drain()
+            assert any("error" in event for event in stream.events), stream.events[-2:]
+        assert status_of(server.url) == 503
+        assert running.wait(15) == 1
+        assert running.last_line.startswith("ft: error: freetoken-worker hung and was killed: ")
+        assert running.last_line.endswith(f"{pids['worker']} has had no heartbeat for 5 s")
         assert_nothing_left(server, pids)
 
 

@@ -1,6 +1,8 @@
 """`--worker-restarts`: a worker that is killed comes again and finds its experts in memory."""
 
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +73,21 @@ def test_a_worker_that_dies_too_often_ends_the_server(server: Server) -> None:
     assert "3 times in 60 s" in server.running.last_line
     assert all(is_gone(pid, 0) for pid in pids.values())
     assert list(server.runtime.iterdir()) == []
+
+
+def test_a_worker_that_hangs_is_killed_and_another_takes_its_place(server: Server) -> None:
+    text = server.complete("abcdefgh", 12)
+    hung = server.pids["worker"]
+    with Stream(server.url) as stream:
+        stream.next()
+        os.kill(hung, signal.SIGSTOP)
+        stream.drain()
+        assert any("error" in event for event in stream.events), stream.events[-2:]
+    assert status_of(server.url) == 503
+    await_status(server.url, 200, START_S)
+    assert is_gone(hung, 0)
+    assert server.pids["worker"] != hung
+    server.running.wait_for(
+        rf"freetoken-worker hung and was killed: .*process {hung} has had no heartbeat for 5 s"
+    )
+    assert server.complete("abcdefgh", 12) == text

@@ -1,6 +1,7 @@
 """A stand-in for a room: `fake_room.py NAME PORT BEHAVIOUR [--stand-by] --launcher-pid PID`.
 
-The api answers /health/ready; the others wait. BEHAVIOUR: `well`; `deaf` ignores
+The api answers /health/ready, and gives up the process that FAKE_DIR/given_up names; the others
+wait. BEHAVIOUR: `well`; `deaf` ignores
 SIGTERM; `orphanable` starts a child of its own; `refuses` ends with a configuration error, and
 `refuses-again` when it is started for the second time; `crashes` with a traceback; `busy` holds the
 interpreter in C code that never lets go of it.
@@ -21,8 +22,12 @@ from freetoken.launcher import guard
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         sizes = {"loaded_bytes": 0, "total_bytes": 0, "context_tokens": 64}
-        body = json.dumps({"phase": "ready", "detail": "", "model": "fake", **sizes}).encode()
-        self.send_response(200)
+        given_up = Path(os.environ.get("FAKE_DIR", ""), "given_up")
+        pid = int(given_up.read_text()) if given_up.exists() else 0
+        phase, status = ("dead", 503) if pid else ("ready", 200)
+        state = {"phase": phase, "detail": "it sleeps" if pid else "", "given_up_pid": pid}
+        body = json.dumps({**state, "model": "fake", **sizes}).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -134,9 +134,14 @@ def test_an_end_is_explained_by_the_process_s_own_last_word(
     assert explain_exit("a", code, lines) == reason
 
 
+def test_the_end_of_one_that_we_killed_is_explained_by_why_unless_it_says_more() -> None:
+    assert explain_exit("a", -9, ["x"], "no pulse") == "a hung and was killed: no pulse"
+    assert explain_exit("a", -9, ["a: error: no 7"], "no pulse") == "a: no 7"
+
+
 def test_health_is_read_strictly_enough_to_know_our_own_answers() -> None:
     sizes = {"loaded_bytes": 1, "total_bytes": 2, "context_tokens": None}
-    body = {"phase": "loading", "detail": "x", "model": "a", **sizes}
+    body = {"phase": "loading", "detail": "x", "model": "a", "given_up_pid": 0, **sizes}
     assert read_health(503, body) == Health(
         is_ready=False, phase=Phase.LOADING, detail="x", loaded_bytes=1, total_bytes=2, model="a"
     )

@@ -208,6 +208,23 @@ def test_a_dead_worker_comes_again_as_often_as_it_may(start: Start) -> None:
         assert re.search(r"killed by SIGKILL .*; 3 times in 60 s$", server.last_line)
 
 
+def test_one_that_was_given_up_and_does_not_end_is_killed(start: Start, tmp_path: Path) -> None:
+    given_up = tmp_path / "given_up"
+    with start("restarts=1", FAKE_DIR=str(tmp_path)) as server:
+        pids = pids_of(server)
+        scheduler, worker, _ = pids
+        server.output = ""
+        os.kill(worker, signal.SIGSTOP)
+        given_up.write_text(f"{worker}")
+        again = pid_of(server, "worker")
+        assert "freetoken-worker hung and was killed: it sleeps" in server.output
+        assert is_gone(worker, 0)
+        given_up.write_text(f"{scheduler}")
+        assert server.wait(20) == 1
+        assert server.last_line == "last: freetoken-scheduler hung and was killed: it sleeps"
+        assert all(is_gone(pid, 0) for pid in (*pids, again))
+
+
 def standby_of(server: Running) -> int:
     return int(server.wait_for(r"standby pid (\d+)")[1])
 

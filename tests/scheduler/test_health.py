@@ -51,6 +51,12 @@ def test_a_step_that_is_out_too_long_is_a_stall_and_its_result_ends_it() -> None
     assert health.status(replace(signs, oldest_step_s=15.2), 15.2).phase is Phase.READY
 
 
+def test_a_step_that_is_out_for_three_limits_will_not_end() -> None:
+    health = loaded()
+    assert not health.is_hung(10.0, 25.0)
+    assert health.is_hung(10.0, 25.1)
+
+
 def test_a_failed_probe_is_not_ready_and_is_tried_again() -> None:
     health = loaded()
     assert health.must_probe(IDLE, 0.0)

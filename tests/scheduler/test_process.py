@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -198,7 +199,7 @@ def test_a_result_that_names_other_rows_fails_the_step_only(run_dir: Path) -> No
 def test_a_stalled_worker_is_not_ready_until_it_goes_on(run_dir: Path) -> None:
     script = WorkerScript(stall_step=3)
     with (
-        scheduler_in(run_dir, stall_timeout_s=0.3),
+        scheduler_in(run_dir, stall_timeout_s=1.0),
         worker_in(run_dir, script) as worker,
         FakeApi(run_dir) as api,
     ):
@@ -210,6 +211,26 @@ def test_a_stalled_worker_is_not_ready_until_it_goes_on(run_dir: Path) -> None:
         api.wait_end("a")
         assert api.text("a") == expect([1, 2, 3], 9)
         control(api)
+
+
+def test_a_worker_that_is_stalled_too_long_is_given_up_and_another_may_come(run_dir: Path) -> None:
+    script = WorkerScript(stall_step=3)
+    with (
+        scheduler_in(run_dir, stall_timeout_s=0.3),
+        worker_in(run_dir, script) as worker,
+        FakeApi(run_dir) as api,
+    ):
+        api.connect().wait_phase(Phase.READY)
+        assert api.states[-1].given_up_pid == 0
+        api.submit("a", [1, 2, 3], 9)
+        api.wait_end("a")
+        assert "has not ended a step in 1 s" in api.failed["a"][0].message
+        assert api.wait_phase(Phase.DEAD).given_up_pid == os.getpid()
+        with worker_in(run_dir):
+            assert api.wait_phase(Phase.READY).given_up_pid == 0
+            worker.released.set()
+            api.wait_for(lambda: worker.shutdown is not None)
+            control(api)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from freetoken.wire.beats import LOST_S, BeatClient, BeatServer, open_exit_fd
+from freetoken.wire.beats import (
+    LOST_S,
+    MAX_BREAK_S,
+    Attention,
+    BeatClient,
+    BeatServer,
+    open_exit_fd,
+)
 from freetoken.wire.codec import encode
 from freetoken.wire.messages import Abort, Beat, Phase
 from freetoken.wire.sockets import connect_dealer
@@ -43,11 +50,19 @@ def wait_until(condition: Callable[[], object]) -> None:
         select.select([], [], [], 0.01)
 
 
+def test_attention_begins_anew_after_a_break() -> None:
+    attention = Attention()
+    assert attention.since(10.0) == 10.0
+    assert attention.since(10.0 + MAX_BREAK_S) == 10.0
+    assert attention.since(10.1 + 2 * MAX_BREAK_S) == 10.1 + 2 * MAX_BREAK_S
+    assert attention.since(10.2 + 2 * MAX_BREAK_S) == 10.1 + 2 * MAX_BREAK_S
+
+
 def test_both_sides_hear_each_other_and_notice_silence(context: Context, endpoint: str) -> None:
     server = BeatServer(context, endpoint, lambda: beat("scheduler", epoch=77))
     client = BeatClient(context, endpoint, "w", lambda: beat("w"))
-    assert not server.is_lost("w", time.monotonic() + 1000), "never heard is not lost"
-    assert not client.is_lost(time.monotonic() + 1000)
+    assert not server.is_lost("w", time.monotonic() + 1000, 0.0), "never heard is not lost"
+    assert not client.is_lost(time.monotonic() + 1000, 0.0)
     server.start()
     client.start()
     try:
@@ -57,9 +72,12 @@ def test_both_sides_hear_each_other_and_notice_silence(context: Context, endpoin
         assert heard.beat == beat("w")
         assert client.last is not None
         assert client.last.beat.epoch == 77
-        assert not server.is_lost("w", heard.at_s + LOST_S)
-        assert server.is_lost("w", heard.at_s + LOST_S + 0.01)
-        assert client.is_lost(client.last.at_s + LOST_S + 0.01)
+        assert not server.is_lost("w", heard.at_s + LOST_S, 0.0)
+        assert server.is_lost("w", heard.at_s + LOST_S + 0.01, 0.0)
+        assert not server.is_lost("w", heard.at_s + LOST_S + 0.01, heard.at_s + 0.02)
+        last_s = client.last.at_s
+        assert client.is_lost(last_s + LOST_S + 0.01, 0.0)
+        assert not client.is_lost(last_s + LOST_S + 0.01, last_s + 0.02)
     finally:
         client.stop()
         server.forget("w")

@@ -9,10 +9,12 @@ import torch
 
 from freetoken.config import Config
 from freetoken.errors import ConfigError, EngineError
-from freetoken.model import load, selfcheck, step
+from freetoken.experts.stream import PassRing
+from freetoken.model import assemble, load, selfcheck, step
 from freetoken.model.shape import measure_shape
 from freetoken.wire.messages import Extend, PageRun, Sampling, StepMode, StepPlan, pack_ids
 from freetoken.worker import checkpoint as subject
+from freetoken.worker import process
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.link import Progress
 from freetoken.worker.startup import start
@@ -151,6 +153,39 @@ def test_a_pass_loads_each_expert_without_a_slot_once_whatever_its_length(checkp
     assert stats.slot_misses >= NUM_LAYERS * NUM_EXPERTS - 5
     expert_bytes = stats.expert_bytes / stats.slot_misses
     assert expert_bytes >= 3 * 64 * 32 * 4
+
+
+def test_a_pass_in_parts_counts_what_it_counts_in_one(checkpoint):
+    """The last part has nothing to copy: its experts have set out beside the part before."""
+    runner = start_worker(checkpoint, experts="slots", moe_cache_size=5).runner
+    options = {"num_pages": 6, "mode": StepMode.PASS, "forget_rows": pack_ids([0])}
+    few, many = [PROMPT[0]] * 4, PROMPT
+    whole = [runner.execute(start_plan(0, prompt, 0, **options)).stats for prompt in (few, many)]
+    assert whole[0].distinct_experts < whole[1].distinct_experts
+    for prompt, expected in zip((few, many), whole, strict=True):
+        stats = []
+        for layer in range(NUM_LAYERS):
+            plan = start_plan(0, prompt, 0, **options, layers=(layer, layer + 1))
+            if layer:
+                extends = (Extend(0, 0, b"", True),)
+                plan = make_plan(mode=StepMode.PASS, layers=plan.layers, extends=extends)
+            stats.append(runner.execute(plan).stats)
+        for name in ("distinct_experts", "slot_hits", "slot_misses", "expert_bytes"):
+            assert sum(getattr(part, name) for part in stats) == getattr(expected, name), name
+
+
+@pytest.mark.parametrize("flags", [{}, {"disable_moe_prefill_overlap": True}])
+def test_copies_beside_the_layer_before_can_be_turned_off(checkpoint, monkeypatch, flags):
+    overlaps = []
+
+    def make_ring(*args, **options):
+        overlaps.append(options["overlaps"])
+        return PassRing(*args, **options)
+
+    monkeypatch.setattr(assemble, "PassRing", make_ring)
+    source = process.open_source(Config(model=str(checkpoint), device="cpu", **flags))
+    source.load("slots", 4, 64, lambda what, done, total: None)
+    assert overlaps == [not flags]
 
 
 def test_rope_that_grows_with_the_context_is_refused_beyond_its_window(tmp_path):

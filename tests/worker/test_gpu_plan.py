@@ -18,7 +18,7 @@ from freetoken.worker.memory import (
     ShortfallError,
     plan_memory,
 )
-from freetoken.worker.prices import HOST_PROCESS_BYTES
+from freetoken.worker.prices import HOST_PROCESS_BYTES, STANDBY_BYTES
 from freetoken.worker.sizes import ModelSizes, Request, make_request
 from tests.planned import gpu_sizes
 
@@ -110,6 +110,24 @@ def test_banks_that_do_not_fit_the_host_are_refused_with_the_arithmetic():
     short = 54 * GIB + HOST_PROCESS_BYTES - budget_of(48 * GIB)
     assert refused.value.short_bytes == short
     assert "banks 55296 MiB + process 2048 MiB = 57344 MiB of host memory" in str(refused.value)
+
+
+def test_a_worker_that_stands_by_takes_host_memory_on_either_device():
+    plan = plan_on(96, "qwen3-30b-a3b", host_gib=64, worker_restarts=1)
+    assert plan.host_bytes == 54 * GIB + HOST_PROCESS_BYTES + STANDBY_BYTES
+    assert plan.prices == plan_on(96, "qwen3-30b-a3b", host_gib=64).prices
+    exactly = plan.host_bytes
+    sizes = gpu_sizes("qwen3-30b-a3b")
+    request = make_request(Config(worker_restarts=3), sizes, has_slots=True)
+    plan_memory(sizes, request, 90 * GIB, exactly)
+    with pytest.raises(ShortfallError, match=r"standby 512 MiB .* 1 MiB short.* leave --worker-r"):
+        plan_memory(sizes, request, 90 * GIB, exactly - 1)
+    on_cpu = dataclasses.replace(sizes, on_gpu=False)
+    plan = plan_memory(on_cpu, request, 90 * GIB)
+    alone = plan_memory(on_cpu, dataclasses.replace(request, has_standby=False), 90 * GIB)
+    assert plan.prices["standby"] == STANDBY_BYTES
+    assert "standby" not in alone.prices
+    assert plan.planned_bytes <= 90 * GIB
 
 
 def test_when_all_experts_are_resident_the_rest_is_for_the_context():
