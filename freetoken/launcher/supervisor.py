@@ -121,7 +121,8 @@ class Supervisor:
         standby.call()
 
     def _stand_by(self) -> None:
-        """Once for each time that the server is ready: if one ends early, a start takes longer."""
+        """Once for each time that the server becomes ready, while it loads or then: if one ends
+        early, a start takes longer. The first is made when the memory plan stands."""
         if not self._has_standbys and self._failure is None:
             self._has_standbys = True
             for room in self._rooms:
@@ -233,7 +234,7 @@ class Supervisor:
         if status != self._status and self._failure is None:
             self._status = status
             self._notifier.status(status)
-        if self._has_been_ready and health is not None and health.is_ready:
+        if health is not None and (health.is_ready or health.phase is Phase.LOADING):
             self._stand_by()
         self._kill_given_up(health, now_s)
         self._note_recovery(health, now_s)
