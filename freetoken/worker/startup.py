@@ -118,7 +118,8 @@ def _start_on_gpu(parts: _Start) -> Started:
         assert link is not None
     memory.restart_peak()
     runner = _make_runner(parts, model, None)
-    plan = grow_slots(parts.config, parts.sizes, parts.plan, model, memory)
+    with parts.stage(Phase.CHECKING, "making room for more experts"):
+        plan = grow_slots(parts.config, parts.sizes, parts.plan, model, memory)
     with parts.stage(Phase.CHECKING, "warming up passes"):
         warm_up_passes(runner)
     threshold = make_threshold(parts.config, parts.sizes, plan, link)

@@ -181,6 +181,15 @@ def test_a_gpu_that_is_full_after_all_ends_the_start_with_what_was_being_done(
         start_on_gpu()
 
 
+def test_a_gpu_that_is_full_when_slots_grow_ends_the_start_likewise(start_on_gpu, monkeypatch):
+    def grow(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(subject, "grow_slots", grow)
+    with pytest.raises(EngineError, match=r"ran out while making room for more experts: CUDA"):
+        start_on_gpu()
+
+
 @pytest.mark.parametrize("name", ["graphs", "pass", "kv_reach", "sampling"])
 def test_what_the_first_steps_do_not_take_stays_free_for_later_ones(name):
     config, sizes, model = Config(), fake_sizes(**MOE), Grown()
