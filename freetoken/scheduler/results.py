@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from freetoken import log
+from freetoken.log import Journal
 from freetoken.scheduler.counters import Counters
 from freetoken.scheduler.node import TOKEN_BYTES
 from freetoken.scheduler.open import OpenRequests
@@ -20,8 +20,6 @@ from freetoken.wire.messages import (
     TokenDelta,
     unpack_ids,
 )
-
-_log = log.get(__name__)
 
 
 @dataclass(slots=True)
@@ -43,6 +41,7 @@ class ResultRows:
         roster: Roster,
         requests: OpenRequests,
         counters: Counters,
+        journal: Journal,
         result: StepResult,
         now_s: float,
     ) -> None:
@@ -50,6 +49,7 @@ class ResultRows:
         self._roster = roster
         self._requests = requests
         self._counters = counters
+        self._journal = journal
         self._result = result
         self._ids = unpack_ids(result.token_ids)
         self._now_s = now_s
@@ -89,7 +89,7 @@ class ResultRows:
             request.path = "pass"
         if is_last:
             self._roster.computed_all(request)
-            self._log_extend(request)
+            self._note_extend(request)
         elif request.followers:
             self._roster.lead(request)
 
@@ -129,20 +129,18 @@ class ResultRows:
         one = self._result.logprobs[at]
         return () if one is None else (one,)
 
-    def _log_extend(self, request: Request) -> None:
+    def _note_extend(self, request: Request) -> None:
         if request.api is None or request.extend_planned_s is None:
             return
-        _log.info(
-            log.event(
-                "extend",
-                id=request.id,
-                tokens=request.num_tokens - request.cached_len,
-                cached=request.cached_len,
-                path=request.path or StepMode.ON_DEMAND.value,
-                ms=(self._now_s - request.extend_planned_s) * 1e3,
-                bytes=request.expert_bytes,
-                hits=request.slot_hits,
-                misses=request.slot_misses,
-                distinct=request.distinct_experts,
-            )
+        self._journal.info(
+            "extend",
+            id=request.id,
+            tokens=request.num_tokens - request.cached_len,
+            cached=request.cached_len,
+            path=request.path or StepMode.ON_DEMAND.value,
+            ms=(self._now_s - request.extend_planned_s) * 1e3,
+            bytes=request.expert_bytes,
+            hits=request.slot_hits,
+            misses=request.slot_misses,
+            distinct=request.distinct_experts,
         )
