@@ -180,16 +180,16 @@ class StepDraft:
     def _add_decodes(self, roster: Roster) -> None:
         """Every decoding row that has a token to make. This loop sees all rows: keep it small."""
         step_id = self.step.step_id
-        rows, positions, decodes = self._decode_rows, self._decode_positions, self.step.decodes
-        for row in list(roster.decoding):
+        decodes, positions = self.step.decodes, self._decode_positions
+        for row in roster.decoding.copy():
             at = row.planned_len
             if at >= row.decode_limit and not self._add_page(roster, row):
                 continue
             row.planned_len = at + 1
             row.last_step = step_id
-            rows.append(row.row_id)
             positions.append(at)
             decodes.append(row)
+        self._decode_rows.extend([row.row_id for row in decodes])
 
     def _add_page(self, roster: Roster, row: Request) -> bool:
         """Make room for a row at its limit; False if it is at its end, preempted or must wait."""
