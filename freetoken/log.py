@@ -45,6 +45,25 @@ def event(name: str, **fields: object) -> str:
     return " ".join([name, *(f"{key}={_show(value)}" for key, value in fields.items())])
 
 
+class Journal:
+    """Lines of a logger that are only noted, until `write`: for a loop that must not wait while a
+    line is made and written."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lines: list[tuple[str, dict[str, object]]] = []
+
+    def info(self, name: str, **fields: object) -> None:
+        """As `logger.info(event(…))`; the values must not change any more."""
+        if self._logger.isEnabledFor(logging.INFO):
+            self._lines.append((name, fields))
+
+    def write(self) -> None:
+        lines, self._lines = self._lines, []
+        for name, fields in lines:
+            self._logger.info(event(name, **fields))
+
+
 def _show(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"

@@ -42,3 +42,23 @@ def test_records_carry_the_process_s_name_once_however_often_it_is_set_up(
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == ["I freetoken-test heard"]
     assert len(logging.getLogger("freetoken").handlers) == 1
+
+
+def test_a_journal_writes_what_was_noted_once_in_order_and_only_if_it_is_heard(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.setup("freetoken-test", "INFO")
+    logger = log.get("freetoken.somewhere")
+    journal = log.Journal(logger)
+    journal.info("one", id="a")
+    journal.info("two", id="b")
+    logger.info("between")
+    journal.write()
+    journal.write()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 3)[3] for line in lines] == ["between", "one id=a", "two id=b"]
+    log.setup("freetoken-test", "WARNING")
+    journal.info("three")
+    log.setup("freetoken-test", "INFO")
+    journal.write()
+    assert not capsys.readouterr().err

@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
+import logging
 import os
 import pstats
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
 from itertools import count, pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -160,17 +164,38 @@ class Loop:
             for deltas in outputs.deltas.values():
                 encode(Tokens(tuple(deltas), outputs.step_us))
             stamps.append(clock())
+        self.scheduler.journal.write()
         read = decode(frame)
         assert isinstance(read, StepPlan)
         self._frames.append(encode(answer(read, draw_ones, StepStats(step_us=2000))))
         return [later - earlier for earlier, later in pairwise(stamps)]
 
 
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """As in the process, where it runs when no step is out (scheduler/collector.py)."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def setup_log() -> None:
+    """Lines are noted and made as in the process, and go nowhere."""
+    log.setup("bench", "INFO")
+    [handler] = logging.getLogger("freetoken").handlers
+    assert isinstance(handler, logging.StreamHandler)
+    handler.setStream(StringIO())
+
+
 def measure_steps(loop: Loop, num_steps: int, skip: int = WARM_UP_STEPS) -> dict[str, float]:
     """Means by stage, and mean, median and largest time from result to plan; µs of CPU time."""
     for _ in range(skip):
         loop.step()
-    steps = [loop.step() for _ in range(num_steps)]
+    with collector_at_rest():
+        steps = [loop.step() for _ in range(num_steps)]
     figures = {stage: mean(step[i] for step in steps) / 1e3 for i, stage in enumerate(STAGES)}
     critical = [sum(step[: len(CRITICAL)]) / 1e3 for step in steps]
     return figures | {"mean": mean(critical), "median": median(critical), "max": max(critical)}
@@ -209,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="list the functions of those steps")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args(arguments)
-    log.setup("bench", "WARNING")
+    setup_log()
     report: dict[str, object] = {}
     print(f"CPU time in µs, {args.rows} rows, mean of {args.steps} steps:")
     for waiting in args.waiting:

@@ -48,7 +48,7 @@ class WaitQueue:
         self.max_tokens = max_tokens
         self.num_requests = 0
         self.num_tokens = 0
-        self._heap: list[tuple[tuple[float, int], Request]] = []
+        self._heap: list[tuple[float, int, Request]] = []  # by `order`
         self._empty_s = float("-inf")  # when a request last found nobody waiting
         self._ends: deque[tuple[float, int]] = deque(maxlen=1024)  # time, prompt tokens
 
@@ -109,7 +109,7 @@ class WaitQueue:
     def head(self) -> Request | None:
         """The oldest waiting request; it stays."""
         while self._heap:
-            request = self._heap[0][1]
+            request = self._heap[0][2]
             if request.state is State.WAITING:
                 return request
             heappop(self._heap)
@@ -131,9 +131,9 @@ class WaitQueue:
     def bring_back(self, request: Request) -> None:
         """The inverse of `set_aside`."""
         request.state = State.WAITING
-        heappush(self._heap, (request.order, request))
+        heappush(self._heap, (*request.order, request))
         if len(self._heap) > 64 + 2 * self.num_requests:
-            self._heap = [entry for entry in self._heap if entry[1].state is State.WAITING]
+            self._heap = [entry for entry in self._heap if entry[2].state is State.WAITING]
             heapify(self._heap)
 
     def discard(self, request: Request) -> None:

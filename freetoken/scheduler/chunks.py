@@ -6,7 +6,12 @@ Plain functions on numbers. Rows come oldest first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+SHORT_TOKENS = 64
+"""A newcomer that extends by no more is served in the pauses of a pass: it could have its own pass
+only when that one is over, and on demand it takes hardly longer than one at the threshold, since
+most experts are asked for either way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,14 @@ class StepLimits:
     max_step_tokens: int
     max_pass_tokens: int
     max_on_demand_tokens: int | None
+
+
+def in_pause(limits: StepLimits) -> StepLimits:
+    """What holds while a pass is open. A worker that passes always (threshold 0) does so still."""
+    if not limits.max_on_demand_tokens:
+        return limits
+    shorts = min(SHORT_TOKENS, limits.max_step_tokens)
+    return replace(limits, max_on_demand_tokens=max(limits.max_on_demand_tokens, shorts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,16 @@
 
 Submit asks with everything free and refuses what can never fit; planning asks with what is free
 now. So nothing waits for something that cannot happen.
+
+Need and Capacity, made for every request that gets a row, are tuples: 0.3 µs each instead of 2.5 as
+frozen dataclasses, which was a tenth of what a newcomer cost (busy EPYC, Zen 5, 2026-12-01).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Resource(StrEnum):
@@ -16,8 +20,7 @@ class Resource(StrEnum):
     ROWS = "rows"
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """What a request takes: the tokens it extends over, all its pages, and those not shared."""
 
     num_tokens: int
@@ -26,8 +29,7 @@ class Need:
     num_rows: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(NamedTuple):
     """What there is at all, and what is free now (evictable pages count as free)."""
 
     context_tokens: int
@@ -38,7 +40,7 @@ class Capacity:
     free_rows: int
 
     def all_free(self) -> Capacity:
-        return replace(self, free_pages=self.num_pages, free_rows=self.num_rows)
+        return self._replace(free_pages=self.num_pages, free_rows=self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from freetoken import log
 from freetoken.errors import RequestError
+from freetoken.log import Journal
 from freetoken.scheduler.counters import Counters
 from freetoken.scheduler.request import Request, State
 from freetoken.scheduler.roster import Roster
 from freetoken.wire.messages import Failed, FinishReason
 
-_log = log.get(__name__)
-
 
 class OpenRequests:
-    def __init__(self, roster: Roster, counters: Counters) -> None:
+    def __init__(self, roster: Roster, counters: Counters, journal: Journal) -> None:
         self._roster = roster
         self._counters = counters
+        self._journal = journal
         self._by_id: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -50,7 +49,7 @@ class OpenRequests:
             self._counters.requests_finished += 1
             self._roster.likely.note(request.num_output)
             self._roster.queue.note_finish(request.prompt_tokens, now_s)
-        _log_end(request, finish, now_s)
+        self._note_end(request, finish, now_s)
 
     def fail(self, request: Request, error: RequestError, now_s: float) -> Failed | None:
         """`request` ends through no fault of its own; what it computed last is not trusted.
@@ -61,7 +60,7 @@ class OpenRequests:
         if request.api is None:
             return None
         self._counters.requests_failed += 1
-        _log_end(request, error.code, now_s)
+        self._note_end(request, error.code, now_s)
         return Failed(request.id, error.code, error.message, error.param, error.retry_after_s)
 
     def _close(self, request: Request, keeps: bool) -> None:
@@ -72,11 +71,9 @@ class OpenRequests:
         else:
             self._roster.dismiss(request, keeps=keeps)
 
-
-def _log_end(request: Request, finish: str, now_s: float) -> None:
-    first_s = request.first_token_s
-    _log.info(
-        log.event(
+    def _note_end(self, request: Request, finish: str, now_s: float) -> None:
+        first_s = request.first_token_s
+        self._journal.info(
             "request.end",
             id=request.id,
             prompt=request.prompt_tokens,
@@ -86,4 +83,3 @@ def _log_end(request: Request, finish: str, now_s: float) -> None:
             ttft_ms="-" if first_s is None else (first_s - request.arrived_s) * 1e3,
             ms=(now_s - request.arrived_s) * 1e3,
         )
-    )

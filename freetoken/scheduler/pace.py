@@ -8,9 +8,11 @@ What holds, with `max_stall_ms` M, `decode_share` s, a decode step of d and part
 
 * While others decode, a part is as long as keeps them at their share, and with the decode step
   behind it at most M: that is the longest gap that a pass makes in a stream. (Not so if a layer
-  takes longer; and where a decode step alone takes most of M, a part may take M / 4.)
-* Behind a part there is always a turn for others. A short newcomer is in it, or where that would
-  make the gap too long in the next one: it waits for at most the two parts in flight when it comes.
+  takes longer; and where a decode step alone takes most of M, a part may take M / 4.) A step that
+  newcomers extend in takes what it takes: so no gap is longer than M, or a layer, and one step.
+* Behind a part there is always a turn for others. A short newcomer (see chunks.py) is in it, or
+  where that would make the gap too long in the next one: it waits for at most the two parts in
+  flight when it comes.
 * A pass that takes P alone is done after at most (2 + s / (1 - s)) P, two decode steps for each of
   its parts, and one step more: newcomers are let in only while what they have added is no more than
   what the pass has had.

@@ -181,6 +181,7 @@ class SchedulerProcess:
             self._apis.flush(now_s)
             self.collector.tick(now_s, not self._scheduler.num_in_flight)
         self._report(now_s)
+        self._scheduler.journal.write()
         return True
 
     def _signs(self) -> Signs:
@@ -243,6 +244,7 @@ class SchedulerProcess:
         now_s = time.monotonic()
         self._worker.shut_down("the scheduler is ending", now_s)
         self._apis.flush(now_s)
+        self._scheduler.journal.write()
         self._beats.stop()
         for router in self._routers:
             router.socket.close(linger=500)

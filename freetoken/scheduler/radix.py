@@ -16,17 +16,16 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from freetoken.scheduler.lru import LeafQueue
 from freetoken.scheduler.node import TOKEN_BYTES, Node, common_bytes
 from freetoken.scheduler.pages import PagePool
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The longest cached prefix. `node` matches whole, and `inside` pages plus `partial` tokens
-    of its child `child`. Void after the next change of the tree."""
+    of its child `child`. Void after the next change of the tree. (A tuple: see fit.py.)"""
 
     node: Node
     child: Node | None
@@ -125,8 +124,7 @@ class RadixTree:
         None, and nothing taken, if the tree has the first of them already (another row computed
         the same tokens): the caller then keeps its pages to itself.
         """
-        child, common = self._nearest(node, key[: self._page_bytes])
-        if child is not None and common == self._page_bytes:
+        if node.children and self._nearest(node, key[: self._page_bytes])[1] == self._page_bytes:
             return None
         if node.parent is not None and not node.children and node.num_locks == 1:
             node.key += key

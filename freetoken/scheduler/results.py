@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import repeat
 
-from freetoken import log
+from freetoken.log import Journal
 from freetoken.scheduler.counters import Counters
-from freetoken.scheduler.node import TOKEN_BYTES
 from freetoken.scheduler.open import OpenRequests
 from freetoken.scheduler.request import Request
 from freetoken.scheduler.roster import Roster
@@ -14,14 +14,12 @@ from freetoken.scheduler.steps import Step
 from freetoken.wire.messages import (
     Failed,
     FinishReason,
-    Logprobs,
     StepMode,
     StepResult,
     TokenDelta,
+    split_ids,
     unpack_ids,
 )
-
-_log = log.get(__name__)
 
 
 @dataclass(slots=True)
@@ -43,6 +41,7 @@ class ResultRows:
         roster: Roster,
         requests: OpenRequests,
         counters: Counters,
+        journal: Journal,
         result: StepResult,
         now_s: float,
     ) -> None:
@@ -50,30 +49,27 @@ class ResultRows:
         self._roster = roster
         self._requests = requests
         self._counters = counters
+        self._journal = journal
         self._result = result
-        self._ids = unpack_ids(result.token_ids)
         self._now_s = now_s
 
     def deal(self, step: Step) -> None:
         """Extends first, then decodes. Void rows only learn that their k/v are computed."""
         for request in step.extending():
             self._count_cost(request)
-        at = 0
+        sampled = []
         for request, kv_len, is_last in step.extends:
             request.kv_len = kv_len
             if not request.is_void:
                 self._extended(request, step, is_last)
-                if is_last:
-                    self._take_token(request, at)
-            at += is_last
-        settle, take_token = self._roster.ledger.settle, self._take_token
-        num_extended = at
-        for at, request in enumerate(step.decodes, num_extended):
-            request.kv_len += 1
-            if not request.is_void:
-                if request.kv_len == request.settle_at:
-                    settle(request)
-                take_token(request, at)
+            if is_last:
+                sampled.append(request)
+        settle = self._roster.ledger.settle
+        for request in step.decodes:
+            request.kv_len = kv_len = request.kv_len + 1
+            if kv_len == request.settle_at and not request.is_void:
+                settle(request)
+        self._take_tokens(sampled + step.decodes)
 
     def _count_cost(self, request: Request) -> None:
         stats = self._result.stats
@@ -89,34 +85,38 @@ class ResultRows:
             request.path = "pass"
         if is_last:
             self._roster.computed_all(request)
-            self._log_extend(request)
+            self._note_extend(request)
         elif request.followers:
             self._roster.lead(request)
 
-    def _take_token(self, request: Request, at: int) -> None:
-        """Append the token sampled `at`, tell the api, and end the request if it is the last.
+    def _take_tokens(self, sampled: list[Request]) -> None:
+        """Append a token to each row, tell the apis, and end the requests whose last it is.
 
-        Called for every row of every step: keep it small.
+        This loop sees every row of every step: keep it small.
         """
-        token = self._result.token_ids[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES]
-        request.ids += token
-        request.num_output = num_output = request.num_output + 1
-        finish = None
-        if self._ids[at] in request.stop_ids:
-            finish = FinishReason.STOP
-        elif num_output >= request.max_tokens:
-            finish = FinishReason.LENGTH
-        api = request.api
-        if api is not None:
-            cached = self._note_first(request) if num_output == 1 else None
-            logprobs = self._logprobs(at) if self._result.logprobs else ()
-            delta = TokenDelta(request.id, token, logprobs, cached, finish)
-            deltas = self.outputs.deltas.get(api)
-            if deltas is None:
-                deltas = self.outputs.deltas[api] = []
-            deltas.append(delta)
-        if finish is not None:
-            self._requests.end(request, finish, self._now_s)
+        result, all_deltas = self._result, self.outputs.deltas
+        tokens, ids = split_ids(result.token_ids), unpack_ids(result.token_ids)
+        logprobs = result.logprobs or repeat(None)
+        for request, token, token_id, one in zip(sampled, tokens, ids, logprobs, strict=False):
+            if request.is_void:
+                continue
+            request.ids += token
+            request.num_output = num_output = request.num_output + 1
+            finish = None
+            if token_id in request.stop_ids:
+                finish = FinishReason.STOP
+            elif num_output >= request.max_tokens:
+                finish = FinishReason.LENGTH
+            api = request.api
+            if api is not None:
+                cached = self._note_first(request) if num_output == 1 else None
+                delta = TokenDelta(request.id, token, () if one is None else (one,), cached, finish)
+                if api in all_deltas:
+                    all_deltas[api].append(delta)
+                else:
+                    all_deltas[api] = [delta]
+            if finish is not None:
+                self._requests.end(request, finish, self._now_s)
 
     def _note_first(self, request: Request) -> int:
         """The prompt tokens found in the cache, which go with the first token."""
@@ -125,24 +125,18 @@ class ResultRows:
         self._counters.cached_tokens += cached
         return cached
 
-    def _logprobs(self, at: int) -> tuple[Logprobs, ...]:
-        one = self._result.logprobs[at]
-        return () if one is None else (one,)
-
-    def _log_extend(self, request: Request) -> None:
+    def _note_extend(self, request: Request) -> None:
         if request.api is None or request.extend_planned_s is None:
             return
-        _log.info(
-            log.event(
-                "extend",
-                id=request.id,
-                tokens=request.num_tokens - request.cached_len,
-                cached=request.cached_len,
-                path=request.path or StepMode.ON_DEMAND.value,
-                ms=(self._now_s - request.extend_planned_s) * 1e3,
-                bytes=request.expert_bytes,
-                hits=request.slot_hits,
-                misses=request.slot_misses,
-                distinct=request.distinct_experts,
-            )
+        self._journal.info(
+            "extend",
+            id=request.id,
+            tokens=request.num_tokens - request.cached_len,
+            cached=request.cached_len,
+            path=request.path or StepMode.ON_DEMAND.value,
+            ms=(self._now_s - request.extend_planned_s) * 1e3,
+            bytes=request.expert_bytes,
+            hits=request.slot_hits,
+            misses=request.slot_misses,
+            distinct=request.distinct_experts,
         )

@@ -68,6 +68,7 @@ class Scheduler:
         fairness: Fairness = DEFAULT_FAIRNESS,
     ) -> None:
         self.counters = Counters()
+        self.journal = log.Journal(_log)  # of what happens in steps; the I/O loop writes it
         self.last_token_s: float | None = None  # when a token last came through this worker
         self._max_queued = (max_queued_requests, max_queued_tokens)
         self._intake = Intake(make_seed)
@@ -140,7 +141,7 @@ class Scheduler:
         limits = StepLimits(
             worker.max_step_tokens, worker.max_pass_tokens, worker.max_on_demand_tokens
         )
-        requests = OpenRequests(roster, self.counters)
+        requests = OpenRequests(roster, self.counters, self.journal)
         self.last_token_s = None
         self._engine = _Engine(worker, limits, Pace(self._fairness), roster, requests)
 
@@ -242,7 +243,9 @@ class Scheduler:
         threshold = result.max_on_demand_tokens
         if threshold != engine.limits.max_on_demand_tokens:
             engine.limits = replace(engine.limits, max_on_demand_tokens=threshold)
-        rows = ResultRows(engine.roster, engine.requests, self.counters, result, now_s)
+        rows = ResultRows(
+            engine.roster, engine.requests, self.counters, self.journal, result, now_s
+        )
         rows.deal(step)
         self.counters.output_tokens += sum(map(len, rows.outputs.deltas.values()))
         self._close_step(engine, step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field, replace
 
-from freetoken.scheduler.chunks import Deal, StepLimits, deal
+from freetoken.scheduler.chunks import Deal, StepLimits, deal, in_pause
 from freetoken.scheduler.node import TOKEN_BYTES
 from freetoken.scheduler.pace import Account, Charge, Crowd, Pace
 from freetoken.scheduler.passes import OpenPass
@@ -72,9 +72,9 @@ class StepDraft:
     def fill(self, roster: Roster, pace: Pace) -> None:
         """An on-demand step or a part of a pass, whoever's turn it is and can use it."""
         opened = roster.open_pass
-        rows, dealt = self._deal(roster, pace)
-        crowd = Crowd(bool(roster.decoding), any(dealt.on_demand))
         account = None if opened is None or opened.is_stopped else opened.account
+        rows, dealt = self._deal(roster, pace, is_paused=account is not None)
+        crowd = Crowd(bool(roster.decoding), any(dealt.on_demand))
         may_pass = any(dealt.in_pass) if opened is None else account is not None
         if may_pass and pace.prefers_part(account, crowd):
             self._add_part(roster, pace, crowd)
@@ -85,9 +85,12 @@ class StepDraft:
         if self.is_empty and may_pass:
             self._add_part(roster, pace, Crowd(False, crowd.newcomers))
 
-    def _deal(self, roster: Roster, pace: Pace) -> tuple[list[Request], Deal]:
+    def _deal(
+        self, roster: Roster, pace: Pace, *, is_paused: bool = False
+    ) -> tuple[list[Request], Deal]:
+        """`is_paused`: between two parts of a pass."""
         rows = [row for row in roster.extending if not row.in_pass]
-        limits = self._limits
+        limits = in_pause(self._limits) if is_paused else self._limits
         if rows and limits.max_on_demand_tokens is None:
             chunk = pace.chunk_tokens(bool(roster.decoding), limits.max_step_tokens)
             limits = replace(limits, max_step_tokens=chunk)
@@ -180,16 +183,16 @@ class StepDraft:
     def _add_decodes(self, roster: Roster) -> None:
         """Every decoding row that has a token to make. This loop sees all rows: keep it small."""
         step_id = self.step.step_id
-        rows, positions, decodes = self._decode_rows, self._decode_positions, self.step.decodes
-        for row in list(roster.decoding):
+        decodes, positions = self.step.decodes, self._decode_positions
+        for row in roster.decoding.copy():
             at = row.planned_len
             if at >= row.decode_limit and not self._add_page(roster, row):
                 continue
             row.planned_len = at + 1
             row.last_step = step_id
-            rows.append(row.row_id)
             positions.append(at)
             decodes.append(row)
+        self._decode_rows.extend([row.row_id for row in decodes])
 
     def _add_page(self, roster: Roster, row: Request) -> bool:
         """Make room for a row at its limit; False if it is at its end, preempted or must wait."""

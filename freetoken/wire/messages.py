@@ -15,6 +15,7 @@ another type, is a decoding error.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
@@ -42,6 +43,11 @@ def unpack_ids(data: bytes) -> array[int]:
     if sys.byteorder == "big":
         ids.byteswap()
     return ids
+
+
+def split_ids(data: bytes) -> tuple[bytes, ...]:
+    """Each id by itself, still as bytes; struct.error if the length is no multiple of 4."""
+    return struct.unpack("4s" * (len(data) // 4), data)
 
 
 class _Message(

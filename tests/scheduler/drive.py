@@ -148,6 +148,7 @@ class Driver:
         for deltas in outputs.deltas.values():
             for delta in deltas:
                 self._note(delta)
+        self.scheduler.journal.write()
         for _, failed in outputs.failed:
             assert not self.is_done(failed.request_id)
             self.failed[failed.request_id] = failed

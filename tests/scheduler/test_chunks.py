@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freetoken.scheduler.chunks import Deal, StepLimits, deal, share
+from freetoken.scheduler.chunks import Deal, StepLimits, deal, in_pause, share
 
 PASSES = StepLimits(max_step_tokens=64, max_pass_tokens=100, max_on_demand_tokens=16)
 
@@ -44,6 +44,14 @@ def test_an_extend_beyond_the_threshold_is_for_a_pass() -> None:
 
 def test_short_extends_beyond_the_threshold_together_are_for_a_pass() -> None:
     assert deal([9, 9], PASSES) == Deal([9, 0], [0, 9])
+
+
+def test_in_the_pauses_of_a_pass_short_extends_are_on_demand_if_any_are() -> None:
+    assert in_pause(StepLimits(512, 2000, 3)) == StepLimits(512, 2000, 64)
+    assert in_pause(StepLimits(512, 2000, 100)) == StepLimits(512, 2000, 100)
+    assert in_pause(StepLimits(16, 2000, 3)) == StepLimits(16, 2000, 16), "the worker's step"
+    for threshold in (0, None):
+        assert in_pause(StepLimits(512, 2000, threshold)) == StepLimits(512, 2000, threshold)
 
 
 def test_a_threshold_of_zero_always_passes() -> None:

@@ -83,6 +83,23 @@ def test_a_step_takes_as_many_calls_when_a_row_is_free_but_pages_are_not() -> No
     assert calls[0] == calls[1]
 
 
+def test_a_row_that_decodes_takes_three_calls_a_step_and_seventeen_where_its_page_is_full() -> None:
+    """Called for 256 rows between a result and the next plan, each call counts."""
+
+    def calls(num_rows: int) -> list[int]:
+        driver = small(num_pages=400, max_rows=64, max_step_tokens=64)
+        for i in range(num_rows):
+            driver.submit(f"row{i}", [i], 60)
+        for _ in range(6):
+            assert driver.step()
+        driver.plan()
+        return [step(driver) for _ in range(12)]  # pages of four tokens
+
+    per_row = [(many - few) / 32 for few, many in zip(calls(4), calls(36), strict=True)]
+    assert sorted(per_row)[5] <= 3
+    assert max(per_row) <= 17
+
+
 class Untouchable:
     """Stands for the tokens of a request that nobody may look at."""
 

@@ -12,7 +12,7 @@ import pytest
 from freetoken.scheduler.pace import Crowd, Fairness, Pace
 from freetoken.wire.messages import StepMode, StepPlan
 from tests.fakes.worker import WorkerScript
-from tests.scheduler.drive import Driver
+from tests.scheduler.drive import Driver, expect
 
 LAYERS = 48
 LONG = [1 + i % 200 for i in range(900)]
@@ -143,6 +143,28 @@ def test_a_short_newcomer_is_served_in_the_next_pause(late_ms: int, streams: int
     if late_ms <= 200:
         assert not driver.is_done("long"), "it did not wait for the whole pass"
     assert max(gaps_ms(driver, "new", came_s, driver.now_s)) <= 250
+
+
+@pytest.mark.parametrize(("threshold", "is_first"), [(1, True), (9, True), (64, True), (0, False)])
+@pytest.mark.parametrize("streams", [0, 1])
+def test_a_newcomer_of_ten_tokens_is_served_before_the_pass_ends_whatever_the_threshold(
+    streams: int, threshold: int, is_first: bool
+) -> None:
+    """The threshold compares it with a pass of its own, which it cannot have now. Only a worker
+    that always passes has it wait."""
+    driver = drive(max_on_demand_tokens=threshold)
+    stream(driver, streams)
+    driver.submit("long", LONG, 1)
+    while not parts(driver) or parts(driver)[-1].layers[1] < LAYERS // 4:
+        assert driver.step()
+    came_s = driver.now_s
+    driver.submit("new", [220] * 10, 2)
+    driver.run()
+    assert (driver.token_s["new"][0] < driver.token_s["long"][0]) == is_first
+    if is_first:
+        assert 1e3 * (driver.token_s["new"][0] - came_s) <= 2 * 250 + 14 + 10 * 2
+    assert driver.text("new") == expect([220] * 10, 2)
+    driver.scheduler.check_idle()
 
 
 # ---------------------------------------------------------------- the pass itself

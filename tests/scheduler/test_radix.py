@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from freetoken.scheduler.node import TOKEN_BYTES, Node
+from freetoken.scheduler.node import TOKEN_BYTES, Node, common_bytes
 from freetoken.scheduler.pages import PagePool
 from freetoken.scheduler.radix import RadixTree
 from freetoken.wire.messages import pack_ids
@@ -209,3 +209,14 @@ def test_a_prompt_of_a_hundred_thousand_tokens_matches_up_to_its_last_token() ->
     probe = ids[:-TOKEN_BYTES] + b"\xff" * TOKEN_BYTES
     match = books.tree.match(probe, None)
     assert (match.num_pages, match.partial) == (6249, 15)
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 129, 1000])
+def test_the_common_beginning_is_found_wherever_it_ends(length: int) -> None:
+    one = random.Random(length).randbytes(length)
+    for at in range(length):
+        other = bytearray(one + b"more")
+        other[at] ^= 1 << at % 8
+        assert common_bytes(one, other) == common_bytes(other, one) == at
+        assert common_bytes(one, one[:at]) == at
+    assert common_bytes(one, one + b"more") == length

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
@@ -169,6 +172,92 @@ def test_every_answer_is_as_long_as_it_was_asked_for(policy: Policy) -> None:
     assert figures["all"]["turns"] == 24
     assert figures["engine"]["output_tokens_s"] * run.now_s == pytest.approx(6 * 22)
     assert 0.4 < figures["all"]["prefix_hits"] < 0.5
+
+
+# ---------------------------------------------------------------- who waits how long
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step: when it was done, what it took, and how many layers of a pass (0: on demand)."""
+
+    end_s: float
+    ms: float
+    layers: int
+
+
+class Watched(Simulation):
+    """Remembers its steps."""
+
+    def __init__(self, trace: list[Conversation], rig: Rig, seats: Seats, policy: Policy) -> None:
+        self.ran: list[Ran] = []
+        super().__init__(trace, rig, seats, policy, seed=1)
+
+    def _start_step(self, plan: StepPlan) -> None:
+        before_s = self.busy_s
+        super()._start_step(plan)
+        layers = plan.layers[1] - plan.layers[0]
+        self.ran.append(Ran(self._free_s, 1e3 * (self.busy_s - before_s), layers))
+
+    def between(self, first_s: float, last_s: float) -> list[Ran]:
+        """The steps that ended in `(first_s, last_s]`."""
+        ends = [one.end_s for one in self.ran]
+        return self.ran[bisect_right(ends, first_s) : bisect_right(ends, last_s)]
+
+
+def assert_gaps_are_bounded(run: Watched, max_stall_ms: float) -> None:
+    """Each is one on-demand step, which brings the token, and before it at most one part, within
+    the limit or a single layer."""
+    for answer in run.answers:
+        for gap in pairwise(answer.came_s):
+            *before, last = run.between(*gap)
+            assert not last.layers
+            assert len(before) <= 1
+            for part in before:
+                assert part.layers == 1 or 0 < part.ms <= max_stall_ms
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_stream_waits_for_one_part_within_the_limit_and_one_on_demand_step(seed: int) -> None:
+    random = Random(seed)
+    link = random.choice([12e9, 50e9, 200e9])
+    machine = Machine(Link.of_copy(link), 1200e9, random.choice([20e12, 120e12, 800e12]))
+    rig = Rig(QWEN3_30B_A3B, machine, random.choice([0.1, 0.45, 0.8]))
+    fairness = Fairness(random.choice([30.0, 250.0, 1000.0]), random.choice([0.0, 0.2, 0.8]))
+    policy = replace(POLICIES[2], fairness=fairness, extend_threshold=random.choice([None, 0, 9]))
+    load = Load(random.randint(0, 2), random.randint(2, 5), random.randint(1, 3), 20.0)
+    seats = Seats(262_144, random.choice([4, 32]))
+    run = Watched(make_trace(load, seed), rig, seats, policy)
+    run.run()
+    assert run.scheduler.counters.preemptions == 0, "who is preempted waits for pages"
+    assert any(one.layers for one in run.ran)
+    assert_gaps_are_bounded(run, fairness.max_stall_ms)
+
+
+def test_a_stream_a_very_long_prompt_and_a_late_short_one() -> None:
+    """Qwen3-30B-A3B on a card of 48 GB: the stream goes on, the late one is served first, and all
+    together take no more than without pauses, give or take a fifth."""
+    machine = Machine(Link.of_copy(50e9), 1200e9, 120e12)
+    rig, seats = Rig(QWEN3_30B_A3B, machine, 0.45), Seats(131_072, 32)
+    talks = [
+        replace(talk(Turn(100, 400, 0.0), prefix_tokens=0), kind="stream"),
+        replace(talk(Turn(32_000, 10, 0.0), start_s=2.0, prefix_tokens=0), kind="long"),
+        replace(talk(Turn(10, 10, 0.0), start_s=2.3, prefix_tokens=0), kind="late"),
+    ]
+    runs = {}
+    for policy in POLICIES[1:]:
+        runs[policy.name] = run = Watched(talks, rig, seats, policy)
+        run.run()
+    whole, paused = runs["passes"], runs["paused"]
+    came = {answer.kind: answer.came_s for answer in paused.answers}
+    assert came["late"][0] < came["long"][0]
+    assert_gaps_are_bounded(paused, 250.0)
+    late = next(one for one in paused.answers if one.kind == "late")
+    assert late.ttft_s < 2 * 0.25 + 0.4, "the parts in flight, and its own step"
+    slowest_s = max(b - a for a, b in pairwise(came["stream"]))
+    longest_step_s = max(one.ms for one in paused.ran if not one.layers) / 1e3
+    assert slowest_s <= 0.25 + longest_step_s
+    assert paused.now_s <= whole.now_s / 0.8, "the same tokens in the time that all take"
 
 
 # ---------------------------------------------------------------- traces, figures, plots

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from typing import get_args
 
 import msgspec
@@ -27,6 +28,7 @@ from freetoken.wire.messages import (
     TokenDelta,
     Tokens,
     pack_ids,
+    split_ids,
     unpack_ids,
 )
 
@@ -121,6 +123,7 @@ def test_a_frame_beyond_the_limit_is_not_even_read() -> None:
 def test_ids_survive_packing(ids: list[int]) -> None:
     assert unpack_ids(pack_ids(ids)).tolist() == ids
     assert pack_ids(unpack_ids(pack_ids(ids))) == pack_ids(ids)
+    assert split_ids(pack_ids(ids)) == tuple(pack_ids([one]) for one in ids)
 
 
 def test_ids_are_little_endian_and_int32() -> None:
@@ -129,3 +132,5 @@ def test_ids_are_little_endian_and_int32() -> None:
         pack_ids([2**31])
     with pytest.raises(ValueError, match="multiple"):
         unpack_ids(b"\0\0\0")
+    with pytest.raises(struct.error):
+        split_ids(b"\0\0\0")
