@@ -149,7 +149,10 @@ class Config(BaseModel):
     ] = False
     extend_threshold: Annotated[
         Annotated[int, Field(ge=0)] | Literal["auto"],
-        Field(description="steps with more extend tokens than this stream whole layers; 0: always"),
+        Field(
+            description="steps with more extend tokens than this stream whole layers; 0: always "
+            "(in the pauses of such a pass 64 tokens are never too many)"
+        ),
     ] = "auto"
     disable_moe_prefill_overlap: Annotated[
         bool, Field(description="stream a layer's experts after the layer before, not beside it")
