@@ -11,8 +11,9 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# How many at once tests/conftest.py says. A file's tests share what they start.
-PARALLEL := -n auto --dist loadfile
+# How many at once tests/conftest.py says. A file's tests share what they start. In order, since those
+# that start servers are few and long, and would come last, where less runs beside them.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 define CHECK_PYTHON
 import sys

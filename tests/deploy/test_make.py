@@ -67,7 +67,7 @@ def test_pip_arguments_reach_every_installation(tmp_path: Path, jobs: str) -> No
     assert len(installs) == 1
     assert "--index-url=x -c constraints.txt -e '.[dev]'" in installs[0]
     last = done.stdout.splitlines()[-1]
-    assert last == ".venv/bin/python -m pytest -n auto --dist loadfile -x"
+    assert last == ".venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -x"
 
 
 @needs_make
