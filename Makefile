@@ -11,6 +11,9 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# How many at once tests/conftest.py says. A file's tests share what they start. In order, since those
+# that start servers are few and long, and would come last, where less runs beside them.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 define CHECK_PYTHON
 import sys
@@ -29,7 +32,7 @@ serve: $(VENV)/.runtime
 	$(BIN)/ft serve $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # The model tests with the oldest transformers that pyproject.toml allows.
 test-oldest: $(VENV)-oldest/.dev
@@ -61,9 +64,10 @@ $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP) $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
-	@touch $@
+# One installation brings both. Most modules are never imported here, so none are compiled before.
+$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.runtime $@
 
 $(VENV)-oldest/.dev: $(VENV)/.dev
 	$(PYTHON) -m venv --clear $(VENV)-oldest

@@ -17,6 +17,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+# In one of several test processes, each with its share of the cores.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    _share = torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    torch.set_num_threads(max(1, _share))
+
 from freetoken.kernels.dispatch import fuse_products
 
 # Without a GPU Triton kernels run in its interpreter. Read when triton is loaded, which importing
@@ -25,6 +30,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # For tests that call the Triton modules themselves; see kernels/dispatch.py.
 fuse_products()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes of tests, as their memory allows; on a GPU one, since some measure its memory.
+
+    `-n auto` asks for it; 0 means no other process.
+    """
+    return 0 if torch.cuda.is_available() else min(2, os.cpu_count() or 1)
 
 
 @pytest.fixture(scope="session")

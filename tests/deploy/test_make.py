@@ -64,9 +64,21 @@ def test_pip_arguments_reach_every_installation(tmp_path: Path, jobs: str) -> No
     done = make(tmp_path, "-n", jobs, "PIP_ARGS=--index-url=x", "check", "test", "ARGS=-x")
     assert done.returncode == 0, done.stderr
     installs = [line for line in done.stdout.splitlines() if " install " in line]
-    assert len(installs) == 2
-    assert all("--index-url=x -c constraints.txt" in line for line in installs)
-    assert done.stdout.splitlines()[-1] == ".venv/bin/python -m pytest -x"
+    assert len(installs) == 1
+    assert "--index-url=x -c constraints.txt -e '.[dev]'" in installs[0]
+    last = done.stdout.splitlines()[-1]
+    assert last == ".venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -x"
+
+
+@needs_make
+def test_what_is_installed_for_tests_is_enough_to_serve(tmp_path: Path) -> None:
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/.made").touch()
+    for name in ("python", "ft"):
+        (tmp_path / ".venv/bin" / name).symlink_to("/bin/true")
+    done = make(tmp_path, "test", "serve")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" install ") == 1
 
 
 @needs_make

@@ -20,7 +20,8 @@ from freetoken.model.load import load_model
 from freetoken.model.trial import Part, Trial
 
 PROMPTS = Path(__file__).parents[1] / "fixtures" / "prompts.json"
-NEW_TOKENS = 24
+NEW_TOKENS = 12
+ROWS_AT_ONCE = 8
 NEAR_TIE = 1e-3
 
 
@@ -44,8 +45,8 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, prompt: dict[str, str]) -> list
 @pytest.fixture(scope="module")
 def reference(demo_dir: Path) -> list[Answer]:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_dir, padding_side="left")
-    prompts = [tokenize(tokenizer, prompt) for prompt in json.loads(PROMPTS.read_text())]
-    assert len(prompts) == 32
+    prompts = [tokenize(tokenizer, prompt) for prompt in json.loads(PROMPTS.read_text())[1::2]]
+    assert len(prompts) == 16
     batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(demo_dir, dtype=torch.float32).eval()
     output = model.generate(
@@ -81,8 +82,9 @@ def test_greedy_text_equals_transformers_generate(demo_dir: Path, reference: lis
         progress=lambda *_: None,
     )
     trial = Trial(model, [answer.ids for answer in reference])
-    for row, answer in enumerate(reference):
-        trial.step(Part(row, answer.prompt_tokens))
+    prompts = [Part(row, answer.prompt_tokens) for row, answer in enumerate(reference)]
+    for first in range(0, len(prompts), ROWS_AT_ONCE):
+        trial.step(*prompts[first : first + ROWS_AT_ONCE])
     for position in range(NEW_TOKENS - 1):  # all rows that still decode, in one batch
         trial.step(
             *(
@@ -101,5 +103,5 @@ def test_greedy_text_equals_transformers_generate(demo_dir: Path, reference: lis
 
 
 def test_the_prompts_are_long_enough_to_tell(reference: list[Answer]) -> None:
-    assert sum(len(answer.gaps) for answer in reference) > 500
-    assert sum(int((answer.gaps < NEAR_TIE).sum()) for answer in reference) < 10
+    assert sum(len(answer.gaps) for answer in reference) > 150
+    assert sum(int((answer.gaps < NEAR_TIE).sum()) for answer in reference) < 5

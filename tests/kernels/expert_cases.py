@@ -34,8 +34,8 @@ class Case:
     num_tokens: int = 3
     num_experts: int = 5
     top_k: int = 2
-    hidden: int = 40
-    expert_hidden: int = 24
+    hidden: int = 24
+    expert_hidden: int = 20
     has_bias: bool = False
     gate: GateKind | Callable[[torch.Tensor], torch.Tensor] = SWIGLU
     is_gated: bool = True

@@ -35,9 +35,11 @@ def check(case: Case, routing: Routing, post_norm: PostNorm = None) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 3, 6])
-def test_kernels_equal_the_reference(name: str, has_bias: bool, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "has_bias"),  # each kernel that these numbers choose, with and without
+    [(1, False), (1, True), (3, True), (6, False)],
+)
+def test_kernels_equal_the_reference(name: str, num_tokens: int, has_bias: bool) -> None:
     gate = GATES[name]
     case = Case(num_tokens, has_bias=has_bias, gate=gate, is_gated=gate.is_gated)
     check(case, case.routing())
@@ -47,7 +49,7 @@ def test_kernels_equal_the_reference(name: str, has_bias: bool, num_tokens: int)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 40])
 def test_kernels_equal_the_reference_in_every_type(dtype: torch.dtype, num_tokens: int) -> None:
-    case = Case(num_tokens, dtype=dtype, hidden=136, expert_hidden=72, has_bias=True)
+    case = Case(num_tokens, dtype=dtype, hidden=136, expert_hidden=40, has_bias=True)
     check(case, case.routing(low=-1))
 
 

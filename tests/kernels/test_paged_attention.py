@@ -50,9 +50,14 @@ def test_the_reference_is_the_definition():
 
 
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
-@pytest.mark.parametrize("num_splits", [1, 4, None])
-def test_batches(segments, num_splits, kernel_dtype, device):
-    check(make_batch(segments, device=device, dtype=kernel_dtype), num_splits=num_splits)
+def test_batches(segments, kernel_dtype, device):
+    check(make_batch(segments, device=device, dtype=kernel_dtype))
+
+
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_batches_in_shares(segments, num_splits, device):
+    check(make_batch(segments, device=device, dtype=torch.float32), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16, 64])

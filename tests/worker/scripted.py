@@ -19,7 +19,7 @@ from freetoken.wire.messages import (
 )
 from freetoken.wire.sockets import Endpoints, Router, bind_router
 
-WAIT_MS = 30_000
+WAIT_MS = 60_000  # a process of its own may load torch on a busy machine
 
 
 class ScriptedScheduler:
