@@ -1,6 +1,6 @@
 # The commands of a fresh clone; each does the set-up it needs.
 #   make serve   serve the demo model (ARGS="MODEL --port 8080" for more)
-#   make test    run all tests        (ARGS="tests/api -x" for some)
+#   make test    run the tests        (ARGS="tests/api -x" for some, ARGS="-m ''" for the slow, too)
 #   make test-oldest   the model tests with the oldest transformers that we support
 #   make check   linters, types, import contracts
 #   make setup   only install

@@ -90,7 +90,8 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("form", "tolerance"),
     [
-        (Form.MIXTRAL, 1e-3),  # fp32 sums in another order: 1.3e-4 measured with all layers
+        # fp32 sums in another order: 1.3e-4 measured with all layers
+        pytest.param(Form.MIXTRAL, 1e-3, marks=pytest.mark.slow),
         (Form.QWEN3_MOE, 2e-2),  # and q/k norms that are linear to 5e-5: 5e-3 measured
     ],
 )
@@ -106,6 +107,7 @@ def test_without_noise_the_experts_are_the_dense_model(
             assert logits[prompt_length - 1 : -1].argmax(-1).equal(ids[0, prompt_length:])
 
 
+@pytest.mark.slow
 def test_a_wrong_expert_is_noticed_and_the_right_ones_are_nearly_the_dense_model(
     reference: Answers, demo_dir: Path
 ) -> None:

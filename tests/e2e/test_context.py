@@ -31,8 +31,14 @@ def line_with(server: Server, what: str) -> str:
     ("options", "context", "raises", "whole"),
     [
         (("--num-pages", "9"), 144, "--num-pages", "--num-pages 32"),
-        (("--context-tokens", "512", "--num-tokens", "512"), WINDOW, None, None),
-        (("--max-seq-len-override", "200"), 200, "--max-seq-len-override", None),
+        pytest.param(
+            *(("--context-tokens", "512", "--num-tokens", "512"), WINDOW, None, None),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(("--max-seq-len-override", "200"), 200, "--max-seq-len-override", None),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["pool below the window", "whole window", "window by option"],
 )

@@ -23,7 +23,7 @@ def assert_nothing_left(server: Server, pids: dict[str, int]) -> None:
     assert list(server.runtime.iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", ["worker", "scheduler"])
+@pytest.mark.parametrize("victim", ["worker", pytest.param("scheduler", marks=pytest.mark.slow)])
 def test_a_vital_process_dies_while_clients_stream(
     tiny_checkpoint: Path, runtime: Path, victim: str
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_killed_worker_comes_again_with_its_experts(server: Server) -> None:
     assert "standby.ended" not in server.running.output
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_too_often_ends_the_server(server: Server) -> None:
     kill(server.pids["worker"])
     await_status(server.url, 503, 10)

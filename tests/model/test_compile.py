@@ -31,7 +31,11 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+ALWAYS = ("qwen3_moe", "gpt_oss")
+PARAMS = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in KINDS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, PreTrainedModel, Path]:

@@ -324,7 +324,9 @@ def test_a_signal_ends_a_serving_worker_cleanly(run_dir, scheduler):
         assert process.wait(timeout=5) == 0
 
 
-@pytest.mark.parametrize("source", ["StuckSource", "SleepySource"])
+@pytest.mark.parametrize(
+    "source", [pytest.param("StuckSource", marks=pytest.mark.slow), "SleepySource"]
+)
 def test_a_signal_ends_a_worker_that_is_loading_within_five_seconds(run_dir, scheduler, source):
     with start_process(run_dir, source) as process:
         name = scheduler.expect(Hello).name
