@@ -75,6 +75,7 @@ def test_a_worker_that_dies_too_often_ends_the_server(server: Server) -> None:
     assert list(server.runtime.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_and_another_takes_its_place(server: Server) -> None:
     text = server.complete("abcdefgh", 12)
     hung = server.pids["worker"]

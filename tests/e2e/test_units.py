@@ -18,6 +18,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
+@pytest.mark.slow
 def test_the_api_outlives_the_others_and_serves_again_when_they_are_back(
     tiny_checkpoint: Path, runtime: Path, stack: ExitStack
 ) -> None:

@@ -103,6 +103,7 @@ def test_two_models_share_code_and_not_state(
         assert tiny.relative_error(trial.logits(0), expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_compiler_is_loaded_without_a_gpu() -> None:
     script = (
         "import sys, torch; from freetoken.model.compile import load_compiler; load_compiler();"
