@@ -46,6 +46,7 @@ def test_a_vital_process_dies_while_clients_stream(
         assert_nothing_left(server, pids)
 
 
+@pytest.mark.slow
 def test_a_worker_that_stops_for_long_ends_the_server(tiny_checkpoint: Path, runtime: Path) -> None:
     with start(tiny_checkpoint, runtime, "--port", "0") as running:
         server = await_server(running, runtime)

@@ -317,6 +317,7 @@ def start_process(run_dir, source):
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_serving_worker_cleanly(run_dir, scheduler):
     with start_process(run_dir, "HashSource") as process:
         scheduler.welcome()
