@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from exact_prompts import PromptMaker, find_units
-from openai_load import Ask, BenchError, Server, Timing
+from openai_load import Ask, BenchError, Server, Timing, add_server_options
 
 WARM_TOKENS = 64
 
@@ -187,10 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_server_options(parser)
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:1919", help="where the server is (default: %(default)s)")
-    add("--model", help="default: the first in /v1/models")
-    add("--api-key", help="sent as a bearer token")
     add("--long", type=int, default=8192, metavar="TOKENS", help="of the long prompt")
     add("--short", type=int, default=10, metavar="TOKENS", help="of the short prompt")
     add("--stream-tokens", type=int, default=512, metavar="N", help="that the stream asks for")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bench_report import print_tables, to_json
 from bench_scenarios import Plan, Results, count_requests, run_plan
-from openai_load import BenchError, Server
+from openai_load import BenchError, Server, add_server_options
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -89,10 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_server_options(parser)
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:1919", help="where the server is (default: %(default)s)")
-    add("--model", help="default: the first in /v1/models")
-    add("--api-key", help="sent as a bearer token")
     add("--endpoint", choices=("completions", "chat"), default="completions")
     add("--lengths", type=_count, nargs="*", default=[128, 512, 2048], metavar="TOKENS")
     add("--extends", type=_count, nargs="*", default=[1, 16, 64, 256], metavar="TOKENS")

@@ -15,6 +15,8 @@ from bench_fair import Fairness
 from bench_scenarios import Decode, FirstToken
 from make_moe import MoeShape
 
+from freetoken.config import Config
+
 MATRIX_FLOPS = 700e12  # of bf16 products on an H200, as measured in long passes
 ATTENTION_FLOPS = 670e12
 REST_OF_PASS = 1.18  # norms, gates, copies: an H200's 350 ms over the sum of the above
@@ -22,7 +24,7 @@ ALL_HIT_MS = {1: 1.5, 4: 2.2, 8: 3.1}
 GAP_MARGIN_MS = 4.0  # of a one-token extend: what HTTP, tokenizer and scheduler may add
 EXTEND_MARGIN_MS = 6.0
 MIN_MISS_RATE = 0.2
-MAX_STALL_MS = 250.0  # the server's default
+MAX_STALL_MS: float = Config.model_fields["max_stall_ms"].default
 FAIR_SHARE = 0.8  # of the throughput that work has one after the other
 MEMORY_BYTES_S = 4.26e12  # read by an H200's copies, device to device
 WINDOW = 128  # of every other layer of gpt-oss

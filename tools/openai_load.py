@@ -7,6 +7,7 @@ arrive and parsed after the stream has ended, so that parsing does not delay the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import time
@@ -48,6 +49,14 @@ class Ask:
 
     max_tokens: int
     temperature: float = 0.0
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Which server, in a benchmark's command line."""
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:1919", help="where the server is (default: %(default)s)")
+    add("--model", help="default: the first in /v1/models")
+    add("--api-key", help="sent as a bearer token")
 
 
 class Server:
