@@ -1,7 +1,7 @@
 """The launcher's loop: start the rooms, pass on what they write, end them together.
 
 Who may end: a room with `max_restarts` comes again, with growing pauses, while the others go on; if
-it can stand by, another process of it does from the time the server is ready.
+it can stand by, another process of it does from the time that the first one loads.
 The end of any other room is the end of the server: the rest go on for LINGER_S, so that clients get
 their error and a 503 instead of a closed door, then all stop and the reason is raised. A room that
 the others have given up, as health says, and that does not end is killed, which is an end like any

@@ -101,7 +101,7 @@ def open_banks(
     if found is not None and found.identity != identity:  # the files changed meanwhile
         found.close()
         memory = None
-    if free_bytes is not None and not (memory is not None and memory.is_whole):
+    if free_bytes is not None and (memory is None or not memory.is_whole):
         taken_bytes = 0 if memory is None else memory.taken_bytes
         check_host_memory(identity.num_bytes - taken_bytes, free_bytes)
     if memory is None:
