@@ -4,7 +4,7 @@ request pays for no first call."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from freetoken import log
 from freetoken.wire.messages import (
@@ -32,7 +32,7 @@ def warm_up(runner: Runner, threads: StepThreads | None) -> None:
     limits = runner.limits
     num_decodes = 1 + (0 if threads is None else threads.num_calibration_steps)
     length = min(limits.max_step_tokens, limits.context_tokens - num_decodes)
-    runner.execute(_extend(runner, [(0, max(1, length))], StepMode.ON_DEMAND))
+    runner.execute(_extend(runner, 0, max(1, length), StepMode.ON_DEMAND))
     positions = iter(range(max(1, length), limits.context_tokens))
     _decode_s(runner, positions)
     if threads is not None and limits.context_tokens - length >= num_decodes:
@@ -41,42 +41,34 @@ def warm_up(runner: Runner, threads: StepThreads | None) -> None:
     runner.forget_all()
     if runner.limits.max_on_demand_tokens is not None:
         length = min(limits.chunk_tokens, limits.max_pass_tokens, limits.context_tokens - 1)
-        runner.execute(_extend(runner, [(0, length)], StepMode.PASS))
+        runner.execute(_extend(runner, 0, length, StepMode.PASS))
         runner.forget_all()
 
 
 def warm_up_passes(runner: Runner) -> None:
-    """A prompt's first chunk, one that follows a prefix, and a rest: on a GPU each has kernels that
-    are made, planned or loaded when they are first called, 0.4 s in all. Leaves no row."""
+    """A chunk that follows a prefix, and a rest. As for a first chunk, which `warm_up` runs, a GPU
+    makes, plans or loads kernels when they are first called: 0.4 s in all. Leaves no row."""
     limits = runner.limits
-    rows = [(0, limits.chunk_tokens), (PREFIX_TOKENS, limits.chunk_tokens + REST_TOKENS)]
-    left, extends = limits.max_pass_tokens, []
-    for cached, length in rows[: limits.max_rows]:
-        length = min(length, left, limits.context_tokens - 1 - cached)
-        if length > 0:
-            extends.append((cached, length))
-            left -= length
-    runner.execute(_extend(runner, extends, StepMode.PASS))
-    runner.forget_all()
+    room = min(limits.max_pass_tokens, limits.context_tokens - 1 - PREFIX_TOKENS)
+    length = min(limits.chunk_tokens + REST_TOKENS, room)
+    if length > 0:
+        runner.execute(_extend(runner, PREFIX_TOKENS, length, StepMode.PASS))
+        runner.forget_all()
 
 
-def _extend(runner: Runner, extends: Sequence[tuple[int, int]], mode: StepMode) -> StepPlan:
-    """Rows with so many (cached, new) tokens, which share the pages of a whole context."""
+def _extend(runner: Runner, cached: int, length: int, mode: StepMode) -> StepPlan:
+    """Of row 0, which has the pages of a whole context."""
     limits = runner.limits
     pages = pack_ids(range(-(-limits.context_tokens // limits.page_size)))
-    rows = range(len(extends))
     return StepPlan(
         step_id=0,
         epoch=0,
         mode=mode,
         forget_rows=b"",
         page_copies=(),
-        starts=tuple(RowStart(row, Sampling(temperature=0.0), 0, b"", b"") for row in rows),
-        page_runs=tuple(PageRun(row, 0, pages) for row in rows),
-        extends=tuple(
-            Extend(row, cached, pack_ids([0] * length), True)
-            for row, (cached, length) in enumerate(extends)
-        ),
+        starts=(RowStart(0, Sampling(temperature=0.0), 0, b"", b""),),
+        page_runs=(PageRun(0, 0, pages),),
+        extends=(Extend(0, cached, pack_ids([0] * length), True),),
         decode_rows=b"",
         decode_positions=b"",
     )

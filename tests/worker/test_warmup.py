@@ -22,24 +22,26 @@ class NotingModel(HashModel):
 
 
 @pytest.mark.parametrize(
-    ("limits", "rows"),
+    ("limits", "new"),
     [
-        ({"max_pass_tokens": 300}, [(0, 64), (PREFIX_TOKENS, 64 + REST_TOKENS)]),
-        ({"max_pass_tokens": 100}, [(0, 64), (PREFIX_TOKENS, 36)]),
-        ({"max_pass_tokens": 300, "context_tokens": 80}, [(0, 64), (PREFIX_TOKENS, 51)]),
-        ({"max_pass_tokens": 300, "context_tokens": 20}, [(0, 19)]),
-        ({"max_pass_tokens": 64}, [(0, 64)]),
-        ({"max_pass_tokens": 300, "max_rows": 1}, [(0, 64)]),
-        ({"max_pass_tokens": 300, "page_size": 1}, [(0, 64), (PREFIX_TOKENS, 164)]),
+        ({"max_pass_tokens": 300}, 64 + REST_TOKENS),
+        ({"max_pass_tokens": 100}, 100),
+        ({"max_pass_tokens": 300, "context_tokens": 80}, 51),
+        ({"max_pass_tokens": 300, "context_tokens": 29}, None),
+        ({"max_pass_tokens": 300, "context_tokens": 30}, 1),
+        ({"max_pass_tokens": 64}, 64),
+        ({"max_pass_tokens": 300, "max_rows": 1}, 64 + REST_TOKENS),
+        ({"max_pass_tokens": 300, "page_size": 1}, 64 + REST_TOKENS),
     ],
 )
-def test_passes_are_warmed_up_within_the_limits(limits, rows):
+def test_passes_are_warmed_up_within_the_limits(limits, new):
     model = NotingModel()
     room = {"context_tokens": 256, "num_pages": 256, "max_on_demand_tokens": 8}
     runner = new_runner(model, queues_steps=True, **room | limits)
     warm_up(runner, None)
+    assert model.passes == [[(0, min(64, runner.limits.context_tokens - 1))]]
     model.passes.clear()
     warm_up_passes(runner)
-    assert model.passes == [rows]
+    assert model.passes == ([] if new is None else [[(PREFIX_TOKENS, new)]])
     result = runner.execute(start_plan(0, [1, 2, 3], 0, num_pages=3))
     assert tokens_of(result) == {0: expected_next([1, 2, 3])}
