@@ -112,15 +112,16 @@ def extend_attention(
     """
     if window is not None and window >= len(key):
         window = None
-    is_plain = window is None and softcap is None and sinks is None
-    if is_plain and not use_triton(query):
-        return reference_attention.plain_attention(query, key, value, scaling)
-    if is_plain and _is_flash(query, value):
+    is_plain = window is None and softcap is None
+    attend: Callable[..., Tensor] = reference_attention.extend_attention
+    if not use_triton(query):
+        if is_plain and sinks is None:
+            return reference_attention.plain_attention(query, key, value, scaling)
+    elif is_plain and _is_flash(query, value):
         from freetoken.kernels import library_attention
 
-        return library_attention.plain_attention(query, key, value, scaling)
-    attend: Callable[..., Tensor] = reference_attention.extend_attention
-    if use_triton(query):
+        return library_attention.attend(query, key, value, scaling, sinks)
+    else:
         from freetoken.kernels import triton_extend
 
         attend = triton_extend.extend_attention

@@ -1,96 +1,138 @@
-"""Plain extends through the libraries in torch: flash attention, and cuDNN where it is faster.
+"""Extends without a window or softcap through the libraries in torch: cuDNN where it is faster.
 
 8192 queries of 32768 keys, 32/4 heads of 128, bf16, on an H200, 2026-12-01, in TFLOP/s: cuDNN 613,
 our Triton kernel 449, torch's flash attention 2 347. But cuDNN makes a plan for every pair of
 lengths that a thread has not met, which takes some 70 ms. So it is given tiles of one size only,
-causal and not; what is left over goes to the Triton kernel.
+causal and not, cut at multiples of that size counted from a row's first token. Queries that nearly
+fill a tile are padded to one; fewer go to the Triton kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from freetoken.kernels import reference_attention
+from freetoken.kernels.tiles import TILE_SIZES
 
-TILE_TOKENS = 4096
-"""Queries and keys of one call of cuDNN: enough to fill a GPU, and one merge more costs little."""
+MIN_FILL = 0.75
+"""Of a tile, by queries, from where on cuDNN with padding is faster than Triton without."""
 MAX_ERROR = 3e-2
 """Relative, of what cuDNN computes: a few roundings of bf16, 0.004 each."""
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None
+) -> Tensor:
     """See attention_ops.extend_attention; fp16 or bf16, on a GPU."""
     if torch.cuda.get_device_capability(query.device)[0] < 9:
-        return reference_attention.plain_attention(query, key, value, scaling)
-    num_tiled = len(query) // TILE_TOKENS * TILE_TOKENS
-    if num_tiled:
+        if sinks is None:
+            return reference_attention.plain_attention(query, key, value, scaling)
+        return _triton(query, key, value, scaling, sinks)
+    pieces = cut_queries(len(query), len(key), TILE_SIZES)
+    if any(piece.tile for piece in pieces):
         group = query.shape[1] // key.shape[1]
         if not _has_cudnn(query.device, query.dtype, query.shape[2], group):
-            num_tiled = 0
-    if not num_tiled:
-        return _rest(query, key, value, scaling)
-    num_rest = len(query) - num_tiled
-    end = len(key) - num_rest
-    tiled = tiled_attention(query[:num_tiled], key[:end], value[:end], scaling, TILE_TOKENS)
-    if not num_rest:
-        return tiled
-    return torch.cat([tiled, _rest(query[num_tiled:], key, value, scaling)])
+            pieces = [Piece(0, len(query), None)]
+    parts = []
+    for piece in pieces:
+        end = len(key) - len(query) + piece.hi
+        tensors = query[piece.lo : piece.hi], key[:end], value[:end]
+        if piece.tile is None:
+            parts.append(_triton(*tensors, scaling, sinks))
+        else:
+            parts.append(attend_tile(*tensors, scaling, sinks, piece.tile))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _rest(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries `[lo, hi)`, which nearly fill a tile of `tile` tokens; None: they do not."""
+
+    lo: int
+    hi: int
+    tile: int | None
+
+
+def cut_queries(num_queries: int, num_keys: int, sizes: Sequence[int]) -> list[Piece]:
+    """The last `num_queries` of `num_keys` tokens, cut so that as many as can be are in tiles.
+
+    sizes: of tiles, the largest first, each a multiple of the next.
+    """
+    first = num_keys - num_queries
+    pieces: list[Piece] = []
+    lo = 0
+    while lo < num_queries:
+        tile, hi = _find_tile(first + lo, num_keys, sizes)
+        if tile is None and pieces and pieces[-1].tile is None:
+            lo = pieces.pop().lo
+        pieces.append(Piece(lo, hi - first, tile))
+        lo = hi - first
+    return pieces
+
+
+def _find_tile(position: int, end: int, sizes: Sequence[int]) -> tuple[int | None, int]:
+    """The largest tile that tokens from `position` on nearly fill, and where that ends."""
+    for size in sizes:
+        hi = min(end, (position // size + 1) * size)
+        if hi - position >= MIN_FILL * size:
+            return size, hi
+    return None, hi
+
+
+def _triton(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None
+) -> Tensor:
     from freetoken.kernels import triton_extend
 
     return triton_extend.extend_attention(
-        query, key, value, scaling=scaling, window=None, softcap=None, sinks=None
+        query, key, value, scaling=scaling, window=None, softcap=None, sinks=sinks
     )
 
 
-def tiled_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float, tile: int) -> Tensor:
-    """Lq, a multiple of `tile`, of Lk tokens: tiles of `tile` queries and keys, merged."""
-    prefix = len(key) - len(query)
-    parts = []
-    for first in range(0, len(query), tile):
-        q = query[first : first + tile]
-        end = prefix + first
-        own = slice(end, end + tile)
-        out, lse = _cudnn(q, key[own], value[own], True, scaling)
-        while end >= tile:
-            before = slice(end - tile, end)
-            out, lse = merge(out, lse, *_cudnn(q, key[before], value[before], False, scaling))
-            end -= tile
-        if end:
-            out, lse = merge(out, lse, *_flash(q, key[:end], value[:end], scaling))
-        parts.append(out)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def attend_tile(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor | None, tile: int
+) -> Tensor:
+    """The last Lq of Lk tokens, which lie between two multiples of `tile`."""
+    num_queries, first = len(query), len(key) - len(query)
+    lead, begin = first % tile, first - first % tile
+    assert lead + num_queries <= tile
+    # No token sees a padding key, as those come last.
+    own_key, own_value = _pad(key[begin:], 0, tile), _pad(value[begin:], 0, tile)
+    query = _pad(query, lead, tile)
+    out, lse = _cudnn(query, own_key, own_value, True, scaling)
+    for end in range(begin, 0, -tile):
+        before = slice(end - tile, end)
+        out, lse = merge(out, lse, *_cudnn(query, key[before], value[before], False, scaling))
+    if sinks is not None:
+        nothing = out.new_zeros(out.shape[2]).expand_as(out)
+        out, _ = merge(out, lse, nothing, sinks.float().expand_as(lse))
+    return out[lead : lead + num_queries]
+
+
+def _pad(tensor: Tensor, lead: int, length: int) -> Tensor:
+    """[L, H, D] → [length, H, D]: `lead` zeros, the tensor, zeros."""
+    if len(tensor) == length:
+        return tensor
+    return F.pad(tensor, (0, 0, 0, 0, lead, length - lead - len(tensor)))
 
 
 def _cudnn(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """([Lq, H, D], [Lq, H] f32: the logarithm of the sum of exponentials)."""
-    q, k, v = (_token_major(tensor).transpose(0, 1)[None] for tensor in (query, key, value))
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse = attend(q, k, v, None, True, 0.0, is_causal, False, scale=scaling)[:2]
+    # Contiguous, as cuDNN makes a plan for other strides, too.
+    q, k, v = (tensor.contiguous().transpose(0, 1)[None] for tensor in (query, key, value))
+    run = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = run(q, k, v, None, True, 0.0, is_causal, False, scale=scaling)[:2]
     return out[0].transpose(0, 1), lse.reshape(q.shape[1:3]).transpose(0, 1)
-
-
-def _token_major(tensor: Tensor) -> Tensor:
-    """[L, H, D] with strides that do not depend on how many tokens the tile was cut from: cuDNN
-    makes a plan for every strides, too."""
-    return tensor if tensor.stride(0) >= tensor.stride(1) else tensor.contiguous()
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """All queries see all keys; returns as _cudnn. It takes any lengths as they come."""
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse = attend(q, k, v, 0.0, False, False, scale=scaling)[:2]
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 @lru_cache
@@ -99,21 +141,20 @@ def _has_cudnn(device: torch.device, dtype: torch.dtype, size: int, group: int) 
 
     What it refuses later would be a fault in the middle of a pass, so the tiles are whole ones.
     """
-    if torch.cuda.get_device_capability(device)[0] < 9:
-        return False  # torch prefers it from there on, too
     generator = torch.Generator(device).manual_seed(0)
-    # Views with strides of their own, as a joint product of queries, keys and values leaves them.
-    shape = (2 * TILE_TOKENS + 28, 2 * group + 4, size)
+    tile = TILE_SIZES[0]
+    shape = (2 * tile - tile // 8, 2 * group + 4, size)
     joint = torch.randn(shape, generator=generator, dtype=dtype, device=device)
     query, key, value = joint.split([2 * group, 2, 2], 1)
-    query = query[-TILE_TOKENS:]
+    query = query[tile:]
+    how = (size**-0.5, None)
     try:
-        got = tiled_attention(query, key, value, size**-0.5, TILE_TOKENS)
+        got = attend_tile(query, key, value, *how, tile)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, IndexError):
         return False
-    expected = _rest(query, key, value, size**-0.5).float()
+    expected = _triton(query, key, value, *how).float()
     return bool((got.float() - expected).norm() < MAX_ERROR * expected.norm())
 
 
@@ -124,7 +165,8 @@ def merge(
     num_tokens, num_heads, size = first.shape
     assert first.stride(2) == second.stride(2) == 1
     out = torch.empty((num_tokens, num_heads, size), dtype=first.dtype, device=first.device)
-    lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=first.device)
+    # Laid out as cuDNN's: Triton compiles a kernel again for a last stride that is not 1.
+    lse = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=first.device).T
     block = triton.next_power_of_2(size)
     heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // block))
     _merge_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
@@ -184,7 +226,7 @@ def _merge_kernel(
     share = 1.0 / (1.0 + tl.exp(b_lse - a_lse))
     high = tl.maximum(a_lse, b_lse)
     both = high + tl.log(tl.exp(a_lse - high) + tl.exp(b_lse - high))
-    tl.store(out_lse + token * H + head, both, mask=head < H)
+    tl.store(out_lse + token + head * tl.num_programs(0), both, mask=head < H)
     merged = b + (a - b) * share[:, None]
     at = out + (token * H + head[:, None]) * D + column
     tl.store(at, merged.to(out.dtype.element_ty), mask=mask)

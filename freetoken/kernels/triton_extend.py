@@ -1,8 +1,8 @@
-"""Flash attention for extends with a window, sinks, a softcap or unequal head sizes.
+"""Flash attention for extends with a window, a softcap or unequal head sizes, and short ones.
 
 One program takes a block of queries of one head and goes over the keys that the causal rule and the
-window leave; only the blocks at the borders are masked. Without all these, SDPA is faster: see
-attention_ops.extend_attention, also for the arguments.
+window leave; only the blocks at the borders are masked. attention_ops.extend_attention has the
+arguments, and asks libraries where those are faster.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from freetoken.kernels.tiles import TILE_SIZES, chunk_tile
 from freetoken.model.attention import StepAttention
-from freetoken.model.context import StepContext
+from freetoken.model.context import Segment, StepContext
 from freetoken.model.decoder import LayerProxy, with_layers
 from freetoken.model.step import cut_context
 
@@ -48,10 +49,29 @@ class Chunk:
 
 def cut_chunks(context: StepContext, chunk_tokens: int, attention: StepAttention) -> list[Chunk]:
     """Cut a step into chunks of at most `chunk_tokens` tokens."""
-    assert chunk_tokens >= 1
-    num_tokens = len(context.positions)
-    bounds = [(lo, min(lo + chunk_tokens, num_tokens)) for lo in range(0, num_tokens, chunk_tokens)]
+    bounds = find_bounds(context.segments, chunk_tokens)
     return [Chunk(lo, hi, attention.plan_chunk(cut_context(context, lo, hi))) for lo, hi in bounds]
+
+
+def find_bounds(
+    segments: Sequence[Segment], chunk_tokens: int, sizes: Sequence[int] = TILE_SIZES
+) -> list[tuple[int, int]]:
+    """[lo, hi) of each chunk. One that ends within a row ends at a multiple of a tile of it."""
+    assert chunk_tokens >= 1
+    tile = chunk_tile(chunk_tokens, sizes)
+    bounds, lo = [], 0
+    for segment in segments:
+        end = segment.start + segment.length
+        while end - lo > chunk_tokens:
+            hi = lo + chunk_tokens
+            over = (segment.cached_len + hi - segment.start) % tile
+            if hi - over >= max(segment.start, lo + 1):
+                hi -= over
+            bounds.append((lo, hi))
+            lo = hi
+    if segments:
+        bounds.append((lo, end))
+    return bounds
 
 
 class PassRun:

@@ -8,6 +8,7 @@ demand is small and lives in the memory of the CUDA graphs. Tensors of one phase
 
 from __future__ import annotations
 
+from freetoken.kernels.tiles import chunk_tile
 from freetoken.worker.activations import (
     FLOAT_BYTES,
     StepSizes,
@@ -58,7 +59,8 @@ def price_gpu(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
 def price_gpu_reach(sizes: ModelSizes, step: StepSizes) -> int:
     """Bytes per token that a row reaches back: its k/v gathered in one layer of a pass, and for
     every chunk where they lie."""
-    num_chunks = -(-step.num_pass_tokens // step.num_tokens)
+    chunk_tokens = step.num_tokens - step.num_tokens % chunk_tile(step.num_tokens)
+    num_chunks = 1 + -(-step.num_pass_tokens // chunk_tokens)  # the first may be a short one
     return max(sizes.kv_widths) * sizes.element_bytes + num_chunks * INDEX_BYTES
 
 

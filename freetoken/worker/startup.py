@@ -120,12 +120,12 @@ def _start_on_gpu(parts: _Start) -> Started:
     runner = _make_runner(parts, model, None)
     with parts.stage(Phase.CHECKING, "making room for more experts"):
         plan = grow_slots(parts.config, parts.sizes, parts.plan, model, memory)
-    with parts.stage(Phase.CHECKING, "warming up passes"):
-        warm_up_passes(runner)
-    threshold = make_threshold(parts.config, parts.sizes, plan, link)
-    runner.observer = StepObserver(threshold, model.num_layers)
     if parts.compiles and can_capture(model):
         _capture(parts, runner)
+    with parts.stage(Phase.CHECKING, "warming up passes"):
+        warm_up_passes(runner)  # after the capture, which gives back what memory is kept for them
+    threshold = make_threshold(parts.config, parts.sizes, plan, link)
+    runner.observer = StepObserver(threshold, model.num_layers)
     model.fill_slots()  # the steps so far asked for nothing that anyone will ask for
     check_prices(memory.peak(), plan.prices)
     return Started(runner, announce(parts.config, plan, runner, model))

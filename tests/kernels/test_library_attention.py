@@ -43,30 +43,83 @@ def test_a_merge_is_attention_over_both(heads, kv_heads, size, kernel_dtype, dev
     torch.testing.assert_close(merge(*parts)[0], expected, **TOLERANCES[kernel_dtype])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("num_queries", [70, 200])
-@pytest.mark.parametrize("size", [64, 80, 128])
-def test_the_libraries_agree(num_queries, size, monkeypatch, device):
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "pieces"),
+    [
+        (64, 64, [(64, 64)]),
+        (32, 96, [(32, 32)]),
+        (48, 48, [(48, 64)]),
+        (47, 47, [(32, 32), (47, None)]),
+        (24, 24, [(24, 32)]),
+        (23, 23, [(23, None)]),
+        (23, 87, [(23, None)]),
+        (20, 40, [(20, None)]),  # 12 and 8: one call
+        (20, 60, [(20, None)]),  # 20 of the second tile
+        (63, 64, [(63, 64)]),
+        (100, 128, [(4, None), (36, 32), (100, 64)]),
+        (127, 128, [(63, 64), (127, 64)]),
+        (200, 220, [(12, None), (44, 32), (108, 64), (172, 64), (200, 32)]),
+    ],
+)
+def test_queries_are_cut_at_tiles(num_queries, num_keys, pieces):
+    from freetoken.kernels.library_attention import cut_queries
+
+    got = cut_queries(num_queries, num_keys, (64, 32))
+    assert [(piece.hi, piece.tile) for piece in got] == pieces
+    assert [piece.lo for piece in got] == [0, *(hi for hi, _ in pieces)][:-1]
+
+
+def plain_cudnn(query, key, value, is_causal, scaling):
+    """In plain torch what cuDNN is asked for: tiles of one size."""
+    assert len(query) == len(key) == len(value) == 16
+    sees = torch.ones(16, 16, dtype=torch.bool, device=query.device)
+    return with_lse(query, key, value, sees.tril() if is_causal else sees)
+
+
+@pytest.mark.parametrize("has_sinks", [True, False])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"), [(16, 16), (16, 48), (13, 13), (13, 45), (13, 48), (12, 31)]
+)
+def test_padded_tiles_are_attention(num_queries, num_keys, has_sinks, monkeypatch, device):
     from freetoken.kernels import library_attention as subject
 
-    monkeypatch.setattr(subject, "TILE_TOKENS", 64)
+    monkeypatch.setattr(subject, "_cudnn", plain_cudnn)
+    generator = torch.Generator().manual_seed(num_queries)
+    # Views, as a joint product of queries, keys and values leaves them.
+    joint = torch.randn(num_keys, 8, 24, generator=generator).to(device)
+    query, key, value = joint.split([4, 2, 2], 1)
+    query = query[-num_queries:]
+    sinks = torch.tensor([1.0, -2.0, 0.0, 3.0], device=device) if has_sinks else None
+    got = subject.attend_tile(query, key, value, 0.3, sinks, 16)
+    expected = reference.extend_attention(query, key, value, scaling=0.3, sinks=sinks)
+    torch.testing.assert_close(got, expected, **TOLERANCES[torch.float32])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("has_sinks", [True, False])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(70, 200), (200, 200), (190, 200)])
+@pytest.mark.parametrize("size", [64, 80, 128])
+def test_the_libraries_agree(num_queries, num_keys, size, has_sinks, monkeypatch, device):
+    from freetoken.kernels import library_attention as subject
+
+    monkeypatch.setattr(subject, "TILE_SIZES", (64, 32))
     query, key, value = (
         torch.randn(length, count, size, device=device, dtype=torch.bfloat16)
-        for length, count in ((num_queries, 8), (200, 2), (200, 2))
+        for length, count in ((num_queries, 8), (num_keys, 2), (num_keys, 2))
     )
-    got = subject.plain_attention(query, key, value, size**-0.5)
-    expected = reference.extend_attention(query, key, value, scaling=size**-0.5)
+    sinks = torch.randn(8, device=device, dtype=torch.bfloat16) if has_sinks else None
+    got = subject.attend(query, key, value, size**-0.5, sinks)
+    expected = reference.extend_attention(query, key, value, scaling=size**-0.5, sinks=sinks)
     torch.testing.assert_close(got, expected, **TOLERANCES[torch.bfloat16])
 
 
-@pytest.mark.parametrize("is_head_major", [False, True])
-def test_tiles_have_the_same_strides_whatever_they_are_cut_from(is_head_major):
-    """Otherwise each new length of a prompt would cost plans of cuDNN's, 70 ms each."""
-    from freetoken.kernels.library_attention import _token_major
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9,
+    reason="needs a GPU whose cuDNN is used",
+)
+@pytest.mark.parametrize("size", [64, 128])
+def test_cudnn_is_found_right(size, device):
+    """Whole tiles: what its absence costs is speed, which no other test would notice."""
+    from freetoken.kernels.library_attention import _has_cudnn
 
-    strides = set()
-    for length in (40, 50):
-        shape = (4, length, 16) if is_head_major else (length, 4, 16)
-        whole = torch.zeros(shape).transpose(0, 1) if is_head_major else torch.zeros(shape)
-        strides.add(_token_major(whole[8:24]).stride())
-    assert len(strides) == 1
+    assert _has_cudnn(device, torch.bfloat16, size, 8)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from freetoken.model.context import Segment
 from freetoken.model.load import load_model
+from freetoken.model.passes import find_bounds
 from freetoken.model.served import ServedModel
 from freetoken.model.trial import Part, Trial
 from tests.model import tiny
@@ -107,3 +109,33 @@ def test_second_pass_is_refused_while_one_is_open(model: ServedModel) -> None:
 
 def _fail(*_: object) -> None:
     raise MemoryError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk_tokens", "bounds"),
+    [
+        ([(0, 20)], 8, [8, 16, 20]),
+        ([(1, 20)], 8, [7, 15, 20]),
+        ([(7, 20)], 8, [1, 9, 17, 20]),
+        ([(3, 8)], 8, [8]),
+        ([(5, 5), (0, 9), (2, 9)], 8, [5, 13, 20, 23]),
+        ([(0, 6), (3, 9)], 8, [8, 15]),
+        ([(0, 6), (7, 9)], 8, [7, 15]),
+        ([(0, 6), (1, 16)], 8, [8, 13, 21, 22]),  # no tile of the second row ends by 8
+        ([(1, 20)], 13, [7, 20]),
+        ([(1, 20)], 5, [3, 7, 11, 15, 20]),
+        ([(1, 9)], 3, [3, 6, 9]),
+        ([(1, 3), (2, 2)], 1, [1, 2, 3, 4, 5]),
+        ([], 8, []),
+    ],
+)
+def test_chunks_end_at_tiles_of_their_rows(
+    rows: list[tuple[int, int]], chunk_tokens: int, bounds: list[int]
+) -> None:
+    segments, start = [], 0
+    for row, (cached, length) in enumerate(rows):
+        segments.append(Segment(row, start, length, cached))
+        start += length
+    got = find_bounds(segments, chunk_tokens, sizes=(8, 4))
+    assert [hi for _, hi in got] == bounds
+    assert [lo for lo, _ in got] == [0, *bounds][: len(got)]

@@ -152,9 +152,9 @@ def test_a_gpu_has_small_steps_on_demand_and_passes_in_large_chunks(sizes):
     assert limits.max_on_demand_tokens is not None, "there are passes"
 
 
-def test_a_start_on_a_gpu_compiles_before_the_first_step_and_captures_last(start_on_gpu):
+def test_a_start_on_a_gpu_compiles_captures_and_then_warms_up_passes(start_on_gpu):
     started, events = start_on_gpu()
-    assert events == ["load", "link", "compile", "step", "capture", "fill"]
+    assert events == ["load", "link", "compile", "step", "capture", "step", "fill"]
     ready = started.ready
     assert ready.max_step_tokens == 256
     assert 1 <= ready.max_on_demand_tokens <= 256
