@@ -58,6 +58,7 @@ RATES = (1.0, 0.5, 0.75, 0.25)
 ALL_RATE = 1.0  # every expert has a slot: what a step takes without misses
 RESTART_RATE = FAIR_RATE = 0.5
 RESTART_LIMIT_S = 15.0
+RESTART_PROMPT = "~" * 8  # no other prompt begins so: no prefix of it is cached, before or after
 IDLE_LIMIT = 0.03
 TIMEOUT_S = 240.0
 BUSY_TOKENS = 4096
@@ -232,13 +233,13 @@ class Bench:
         self._add([Row(title, "", idle_share(spans), None, IDLE_LIMIT, note=note)])
 
     def _restart(self, server: GpuServer) -> None:
-        text = server.complete("abcdefgh", 8)
+        text = server.complete(RESTART_PROMPT, 8)
         server.kill_worker()
         started_s = time.monotonic()
         while server.is_ready() and time.monotonic() - started_s < 10:
             time.sleep(0.02)
         server.wait_until_ready(TIMEOUT_S)
-        again = server.complete("abcdefgh", 8)
+        again = server.complete(RESTART_PROMPT, 8)
         seconds = time.monotonic() - started_s
         note = "same text" if again == text else f"another text: {text!r}, then {again!r}"
         self._add(

@@ -2,7 +2,7 @@
 
 Products that are computed twice are computed once: JointLinear layers each compute the product of
 them all. `aten.topk`, which calls a general selection, becomes our operator for the few best of a
-router's few hundred scores.
+router's few hundred scores; linear layers that may have few tokens become one that knows of that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import freetoken.model.ops  # noqa: F401  the operators must exist
+from freetoken.kernels.linear_ops import NARROW
 
 aten = torch.ops.aten
 # Of whose operators most depend on nothing but their arguments.
@@ -28,6 +29,7 @@ class LayerPasses(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         merge_repeated(graph)
         replace_topk(graph)
+        replace_few_linears(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -84,6 +86,47 @@ def _is_routing(node: fx.Node) -> bool:
         and isinstance(size, int)
         and k <= min(MAX_TOP, size)
         and size <= MAX_SCORES
+    )
+
+
+def replace_few_linears(graph: fx.Graph) -> None:
+    """Let our operator compute x · weightᵀ (+ bias) of a single token, or with few outputs."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.kwargs:
+            continue
+        match node.target, node.args:
+            case aten.mm.default, (x, transposed):
+                bias = None
+            case aten.addmm.default, (bias, x, transposed):
+                pass
+            case _:
+                continue
+        weight = _transposed(transposed)
+        if weight is not None and _is_few(x, weight, bias):
+            node.args = (x, weight, bias)
+            node.target = torch.ops.freetoken.few_linear.default
+
+
+def _transposed(node: fx.Node) -> fx.Node | None:
+    """The matrix that this is the transpose of, if it is one."""
+    match node.target, node.args:
+        case (aten.t.default, (matrix,)) | (aten.permute.default, (matrix, [1, 0])):
+            return matrix if isinstance(matrix, fx.Node) else None
+    return None
+
+
+def _is_few(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
+    """Weights as layers have them, of one type with the tokens, in a form that may be ours."""
+    matrix, rows = weight.meta["val"], x.meta["val"]
+    num_tokens, width = rows.shape[0], matrix.shape[0]
+    is_one = isinstance(num_tokens, int) and num_tokens == 1
+    return (
+        isinstance(width, int)
+        and (is_one or width <= NARROW)
+        and matrix.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and rows.dtype == matrix.dtype
+        and matrix.stride(1) == rows.stride(1) == 1
+        and (bias is None or bias.meta["val"].shape == (width,))
     )
 
 

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from freetoken.kernels.linear_ops import few_linear
 from freetoken.kernels.sample_ops import top_k
 
 Attend = Callable[
@@ -118,3 +119,14 @@ def select_top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor
 def _fake_top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*scores.shape[:-1], k)
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+
+
+@torch.library.custom_op("freetoken::few_linear", mutates_args=())
+def multiply_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [T, C], weight: [N, C], bias: [N] → [T, N]."""
+    return few_linear(x, weight, bias)
+
+
+@multiply_few.register_fake
+def _fake_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])

@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from freetoken.model.graph_passes import LayerPasses, merge_repeated, replace_topk
+from freetoken.model.graph_passes import (
+    LayerPasses,
+    merge_repeated,
+    replace_few_linears,
+    replace_topk,
+)
 from freetoken.model.joint import JointLinear, join_linears
 
 aten = torch.ops.aten
@@ -75,6 +80,38 @@ def test_other_choices_stay(options: dict[str, int]) -> None:
     assert count(traced.graph, aten.topk.default) == 1
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "ours"), [(5, 1024, True), (5, 1025, False), (1, 1025, True)]
+)
+def test_linear_layers_of_few_become_our_operator(
+    num_tokens: int, width: int, ours: bool, has_bias: bool
+) -> None:
+    inputs = [torch.randn(1, num_tokens, 6), torch.randn(width, 6)]
+    if has_bias:
+        inputs.append(torch.randn(width))
+    traced = trace(F.linear, *inputs)
+    replace_few_linears(traced.graph)
+    traced.recompile()
+    assert count(traced.graph, torch.ops.freetoken.few_linear.default) == ours
+    torch.testing.assert_close(traced(*inputs), F.linear(*inputs))
+
+
+def test_other_products_stay() -> None:
+    def products(x: torch.Tensor, square: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            x @ square,
+            torch.addmm(bias, x, square.T, beta=2),  # a scaled bias
+            torch.addmm(bias[:, None], x, square.T),  # of another shape
+            F.linear(x, square.T.contiguous().T),  # columns that lie together
+        ]
+
+    inputs = torch.randn(6, 6), torch.randn(6, 6), torch.randn(6)
+    traced = trace(products, *inputs)
+    replace_few_linears(traced.graph)
+    assert count(traced.graph, torch.ops.freetoken.few_linear.default) == 0
+
+
 def test_passes_are_equal_and_known_to_the_cache() -> None:
     assert LayerPasses() == LayerPasses()
     assert LayerPasses().uuid() == LayerPasses().uuid() is not None
@@ -111,3 +148,10 @@ def test_layers_that_do_not_match_are_not_joined() -> None:
 def test_operator_gives_what_its_compiled_callers_expect(k: int) -> None:
     scores = torch.rand(5, 32)
     torch.library.opcheck(torch.ops.freetoken.top_k.default, (scores, k))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_operator_of_few_gives_what_its_compiled_callers_expect(has_bias: bool) -> None:
+    bias = torch.rand(4) if has_bias else None
+    arguments = torch.rand(5, 6), torch.rand(4, 6), bias
+    torch.library.opcheck(torch.ops.freetoken.few_linear.default, arguments)
