@@ -2,7 +2,7 @@
 
 Products that are computed twice are computed once: JointLinear layers each compute the product of
 them all. `aten.topk`, which calls a general selection, becomes our operator for the few best of a
-router's few hundred scores; linear layers that may have few tokens become one that knows of that.
+router's few hundred scores, and so does the linear layer that makes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import freetoken.model.ops  # noqa: F401  the operators must exist
-from freetoken.kernels.linear_ops import NARROW
+from freetoken.kernels.linear_ops import MAX_OUTPUTS
 
 aten = torch.ops.aten
 # Of whose operators most depend on nothing but their arguments.
@@ -29,7 +29,7 @@ class LayerPasses(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         merge_repeated(graph)
         replace_topk(graph)
-        replace_few_linears(graph)
+        replace_narrow_linears(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -89,8 +89,8 @@ def _is_routing(node: fx.Node) -> bool:
     )
 
 
-def replace_few_linears(graph: fx.Graph) -> None:
-    """Let our operator compute x · weightᵀ (+ bias) of a single token, or with few outputs."""
+def replace_narrow_linears(graph: fx.Graph) -> None:
+    """Let our operator compute x · weightᵀ (+ bias) with few outputs."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.kwargs:
             continue
@@ -102,9 +102,9 @@ def replace_few_linears(graph: fx.Graph) -> None:
             case _:
                 continue
         weight = _transposed(transposed)
-        if weight is not None and _is_few(x, weight, bias):
+        if weight is not None and _is_narrow(x, weight, bias):
             node.args = (x, weight, bias)
-            node.target = torch.ops.freetoken.few_linear.default
+            node.target = torch.ops.freetoken.narrow_linear.default
 
 
 def _transposed(node: fx.Node) -> fx.Node | None:
@@ -115,14 +115,13 @@ def _transposed(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _is_few(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
-    """Weights as layers have them, of one type with the tokens, in a form that may be ours."""
+def _is_narrow(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
+    """Few outputs, and weights as layers have them, of one type with the tokens."""
     matrix, rows = weight.meta["val"], x.meta["val"]
-    num_tokens, width = rows.shape[0], matrix.shape[0]
-    is_one = isinstance(num_tokens, int) and num_tokens == 1
+    width = matrix.shape[0]
     return (
         isinstance(width, int)
-        and (is_one or width <= NARROW)
+        and width <= MAX_OUTPUTS
         and matrix.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and rows.dtype == matrix.dtype
         and matrix.stride(1) == rows.stride(1) == 1

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from freetoken.kernels.linear_ops import few_linear
+from freetoken.kernels.linear_ops import narrow_linear
 from freetoken.kernels.sample_ops import top_k
 
 Attend = Callable[
@@ -121,12 +121,14 @@ def _fake_top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
 
 
-@torch.library.custom_op("freetoken::few_linear", mutates_args=())
-def multiply_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+@torch.library.custom_op("freetoken::narrow_linear", mutates_args=())
+def multiply_narrow(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """x: [T, C], weight: [N, C], bias: [N] → [T, N]."""
-    return few_linear(x, weight, bias)
+    return narrow_linear(x, weight, bias)
 
 
-@multiply_few.register_fake
-def _fake_few(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+@multiply_narrow.register_fake
+def _fake_narrow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])

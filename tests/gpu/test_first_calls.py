@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ ON_DEMAND = ((0, 1), (0, 9), (40, 16), (3000, 1), (30000, 200))
 
 @pytest.fixture(params=list(SHAPES))
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Runner]:
-    path = make_checkpoint(tmp_path / "moe", SHAPES[request.param])
+    shape = replace(SHAPES[request.param], max_position=2 * CONTEXT_TOKENS)
+    path = make_checkpoint(tmp_path / "moe", shape)
     config = Config(
         model=str(path), device="cuda", moe_cache_rate=0.5, num_tokens=CONTEXT_TOKENS + 16
     )
