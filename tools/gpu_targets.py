@@ -19,6 +19,8 @@ from freetoken.config import Config
 
 MATRIX_FLOPS = 700e12  # of bf16 products on an H200, as measured in long passes
 ATTENTION_FLOPS = 670e12
+SMALL_HEAD = 64
+SMALL_HEAD_FLOPS = 460e12  # with as many exponentials for half the products
 REST_OF_PASS = 1.18  # norms, gates, copies: an H200's 350 ms over the sum of the above
 ALL_HIT_MS = {1: 1.5, 4: 2.2, 8: 3.1}
 GAP_MARGIN_MS = 4.0  # of a one-token extend: what HTTP, tokenizer and scheduler may add
@@ -102,7 +104,8 @@ def arithmetic_ms(shape: MoeShape, num_tokens: int) -> float:
         full, windowed = shape.layers - shape.layers // 2, shape.layers // 2
     pairs = full * num_tokens**2 / 2 + windowed * num_tokens * min(WINDOW, num_tokens)
     attention = 4 * width * pairs
-    seconds = products / MATRIX_FLOPS + attention / ATTENTION_FLOPS
+    speed = ATTENTION_FLOPS if shape.head_dim > SMALL_HEAD else SMALL_HEAD_FLOPS
+    seconds = products / MATRIX_FLOPS + attention / speed
     return REST_OF_PASS * seconds * 1e3
 
 
