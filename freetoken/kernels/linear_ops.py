@@ -13,9 +13,9 @@ MAX_OUTPUTS = 1024
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, C] · weightᵀ [N, C] + bias [N] → [T, N], all of one type; sums in float32.
+    """x [T, C] · weightᵀ [N, C] + bias [N] → [T, N], all of one type and any strides.
 
-    Any T; N is at most MAX_OUTPUTS. Can be captured in a CUDA graph.
+    Sums in float32. Any T; N is at most MAX_OUTPUTS. Can be captured in a CUDA graph.
     """
     if use_triton(x) and len(x) <= MAX_TOKENS:
         from freetoken.kernels import triton_linear

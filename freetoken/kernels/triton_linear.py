@@ -20,8 +20,6 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_tokens, size = x.shape
     num_outputs = len(weight)
     assert weight.shape == (num_outputs, size)
-    assert x.stride(1) == weight.stride(1) == 1
-    assert bias is None or bias.stride(0) == 1
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     if num_tokens:
         _linear_kernel[(num_outputs,)](
@@ -30,8 +28,10 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             bias,
             out,
             num_tokens,
-            x.stride(0),
-            weight.stride(0),
+            # Any, as inductor lays out what operators like this one take.
+            *x.stride(),
+            *weight.stride(),
+            0 if bias is None else bias.stride(0),
             C=size,
             BLOCK_T=triton.next_power_of_2(num_tokens),
             BLOCK_C=min(BLOCK_C, triton.next_power_of_2(size)),
@@ -48,7 +48,10 @@ def _linear_kernel(
     out,
     num_tokens,
     x_stride,
+    x_column_stride,
     weight_stride,
+    weight_column_stride,
+    bias_stride,
     C: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -60,12 +63,13 @@ def _linear_kernel(
     acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for first in tl.static_range(0, C, BLOCK_C):
         at = first + tl.arange(0, BLOCK_C)
-        w = tl.load(weight + output * weight_stride + at, mask=at < C, other=0.0)
-        rows = x + token[:, None] * x_stride + at[None, :]
+        row = weight + output * weight_stride + at * weight_column_stride
+        w = tl.load(row, mask=at < C, other=0.0)
+        rows = x + token[:, None] * x_stride + at[None, :] * x_column_stride
         part = tl.load(rows, mask=is_token[:, None] & (at < C)[None, :], other=0.0)
         acc += part.to(tl.float32) * w.to(tl.float32)[None, :]
     total = tl.sum(acc, axis=1)
     if bias is not None:
-        total += tl.load(bias + output).to(tl.float32)
+        total += tl.load(bias + output * bias_stride).to(tl.float32)
     at = out + token * num_outputs + output
     tl.store(at, total.to(out.dtype.element_ty), mask=is_token)

@@ -45,3 +45,18 @@ def test_any_number_of_tokens_is_multiplied(num_tokens, device):
     torch.testing.assert_close(
         narrow_linear(*tensors), F.linear(*tensors), **TOLERANCES[torch.float32]
     )
+
+
+def test_any_strides_are_multiplied(kernel_dtype, device):
+    """In a compiled layer inductor chooses those of the tokens, whatever the graph says."""
+    from freetoken.kernels import triton_linear as subject
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(24, 5, generator=generator).to(device, kernel_dtype).T,
+        torch.randn(24, 6, generator=generator).to(device, kernel_dtype).T,
+        torch.ones(1, device=device, dtype=kernel_dtype).expand(6),
+    ]
+    expected = F.linear(*(tensor.double() for tensor in tensors))
+    got = subject.narrow_linear(*tensors)
+    torch.testing.assert_close(got.double(), expected, **TOLERANCES[kernel_dtype])
