@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-import freetoken.model.ops  # noqa: F401  the operators must exist
-from freetoken.kernels.linear_ops import MAX_OUTPUTS
+from freetoken.kernels import linear_ops
+from freetoken.model import ops
 
 aten = torch.ops.aten
 # Of whose operators most depend on nothing but their arguments.
@@ -24,7 +24,7 @@ MAX_TOP = 64
 
 
 class LayerPasses(CustomGraphPass):
-    """All of it; inductor's cache knows it by this file's contents."""
+    """All of it; inductor's cache knows it by the contents of this file and of what it puts in."""
 
     def __call__(self, graph: fx.Graph) -> None:
         merge_repeated(graph)
@@ -32,7 +32,7 @@ class LayerPasses(CustomGraphPass):
         replace_narrow_linears(graph)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, ops.__file__, linear_ops.__file__))
 
     def __eq__(self, other: object) -> bool:
         """torch.compile compares options to find compiled code again."""
@@ -121,7 +121,7 @@ def _is_narrow(x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
     width = matrix.shape[0]
     return (
         isinstance(width, int)
-        and width <= MAX_OUTPUTS
+        and width <= linear_ops.MAX_OUTPUTS
         and matrix.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and rows.dtype == matrix.dtype
         and matrix.stride(1) == rows.stride(1) == 1

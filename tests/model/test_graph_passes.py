@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from freetoken.kernels import linear_ops
+from freetoken.model import ops
 from freetoken.model.graph_passes import (
     LayerPasses,
     merge_repeated,
@@ -115,6 +120,17 @@ def test_other_products_stay() -> None:
 def test_passes_are_equal_and_known_to_the_cache() -> None:
     assert LayerPasses() == LayerPasses()
     assert LayerPasses().uuid() == LayerPasses().uuid() is not None
+
+
+@pytest.mark.parametrize("module", [ops, linear_ops])
+def test_the_cache_knows_what_operators_take(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = LayerPasses().uuid()
+    changed = tmp_path / "changed.py"
+    changed.write_text("MAX_OUTPUTS = 8\n")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert LayerPasses().uuid() != before
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
