@@ -7,7 +7,7 @@ function is registered for the name, so transformers builds no masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -53,8 +53,8 @@ class StepAttention(LayerAttention, Protocol):
     def plan_step(self, context: StepContext) -> object:
         """What `set_step` takes for an on-demand step."""
 
-    def plan_chunk(self, context: StepContext) -> object:
-        """What `set_step` takes for a chunk of a pass."""
+    def plan_chunks(self, contexts: Sequence[StepContext]) -> Sequence[object]:
+        """What `set_step` takes for each chunk of a pass."""
 
     def set_step(self, step: Any) -> None:
         """None when no forward runs."""
@@ -142,9 +142,9 @@ class PagedAttention:
         """See StepAttention."""
         return StepIndex(context)
 
-    def plan_chunk(self, context: StepContext) -> StepIndex:
+    def plan_chunks(self, contexts: Sequence[StepContext]) -> list[StepIndex]:
         """See StepAttention."""
-        return StepIndex(context)
+        return [StepIndex(context) for context in contexts]
 
     def set_step(self, step: StepIndex | None) -> None:
         """See StepAttention."""

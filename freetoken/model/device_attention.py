@@ -7,6 +7,7 @@ gathered from its pages once per chunk and layer. Nothing here waits for the dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ from freetoken.model.context import Segment, StepContext
 from freetoken.model.scores import Scores
 from freetoken.model.step import first_key, seq_len
 
+MAX_KEPT_ROWS = 16
+"""Rows of a pass for which it is kept where their k/v lie; the memory plan prices them. For more
+it is found again in each layer."""
+
 
 class DeviceAttention:
     """A StepAttention; one per model."""
@@ -34,9 +39,10 @@ class DeviceAttention:
         """See StepAttention."""
         return OnDemandAttention(context)
 
-    def plan_chunk(self, context: StepContext) -> ChunkAttention:
+    def plan_chunks(self, contexts: Sequence[StepContext]) -> list[ChunkAttention]:
         """See StepAttention."""
-        return ChunkAttention(context)
+        slots = RowSlots(contexts)
+        return [ChunkAttention(context, slots) for context in contexts]
 
     def set_step(self, step: OnDemandAttention | ChunkAttention | None) -> None:
         """See StepAttention."""
@@ -89,16 +95,41 @@ class OnDemandAttention:
         )
 
 
+class RowSlots:
+    """Where the k/v of a pass's rows lie, found when first asked for."""
+
+    def __init__(self, contexts: Sequence[StepContext]) -> None:
+        """`contexts`: of all chunks, in order."""
+        self._ends = {
+            segment.row_id: seq_len(segment) for context in contexts for segment in context.segments
+        }
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def of(self, context: StepContext, segment: Segment, window: int | None) -> torch.Tensor:
+        """[L] int32: flat pool slots of the positions that the segment's tokens attend to."""
+        slots = self._kept.get(segment.row_id)
+        if slots is None:
+            slots = self._find(context, segment.row_id)
+            if len(self._kept) < MAX_KEPT_ROWS:
+                self._kept[segment.row_id] = slots
+        return slots[first_key(segment, window) : seq_len(segment)]
+
+    def _find(self, context: StepContext, row_id: int) -> torch.Tensor:
+        size = context.pools.page_size
+        pages = context.page_table[row_id, : -(-self._ends[row_id] // size)]
+        places = torch.arange(size, dtype=torch.int32, device=pages.device)
+        return (pages[:, None] * size + places).flatten()
+
+
 class ChunkAttention:
     """One chunk of a pass; index tensors are made once and serve all layers."""
 
-    def __init__(self, context: StepContext) -> None:
+    def __init__(self, context: StepContext, row_slots: RowSlots) -> None:
         size = context.pools.page_size
         pages = context.page_table[context.rows, context.positions // size]
         self._context = context
         self._write_slots = pages.to(torch.int64) * size + context.positions % size
-        # By window and segment: where the keys of the segment's row lie.
-        self._key_slots: dict[tuple[int | None, int], torch.Tensor] = {}
+        self._row_slots = row_slots
 
     def attend(
         self,
@@ -114,12 +145,11 @@ class ChunkAttention:
         k_pool, v_pool = pools.k[layer], pools.v[layer]
         store_kv(key, value, k_pool, v_pool, self._write_slots)
         parts = []
-        for number, segment in enumerate(self._context.segments):
+        for segment in self._context.segments:
             tokens = slice(segment.start, segment.start + segment.length)
-            if segment.cached_len == 0:
-                k, v = key[tokens], value[tokens]
-            else:
-                slots = self._slots(number, segment, window)
+            k, v = key[tokens], value[tokens]
+            if segment.cached_len:
+                slots = self._row_slots.of(self._context, segment, window)
                 k = k_pool.flatten(0, 1).index_select(0, slots)
                 v = v_pool.flatten(0, 1).index_select(0, slots)
             part = extend_attention(
@@ -131,22 +161,6 @@ class ChunkAttention:
                 softcap=scores.softcap,
                 sinks=scores.sinks,
             )
+            del k, v  # before the next row's are gathered
             parts.append(part)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _slots(self, number: int, segment: Segment, window: int | None) -> torch.Tensor:
-        """[L] flat pool slots of the positions that the segment's tokens attend to."""
-        slots = self._key_slots.get((window, number))
-        if slots is None:
-            slots = self._key_slots[window, number] = _find_slots(self._context, segment, window)
-        return slots
-
-
-def _find_slots(context: StepContext, segment: Segment, window: int | None) -> torch.Tensor:
-    size = context.pools.page_size
-    first, end = first_key(segment, window), seq_len(segment)
-    first_page = first // size
-    pages = context.page_table[segment.row_id, first_page : (end - 1) // size + 1]
-    places = torch.arange(size, device=pages.device)
-    slots = (pages.to(torch.int64)[:, None] * size + places).flatten()
-    return slots[first - first_page * size : end - first_page * size]

@@ -50,7 +50,8 @@ class Chunk:
 def cut_chunks(context: StepContext, chunk_tokens: int, attention: StepAttention) -> list[Chunk]:
     """Cut a step into chunks of at most `chunk_tokens` tokens."""
     bounds = find_bounds(context.segments, chunk_tokens)
-    return [Chunk(lo, hi, attention.plan_chunk(cut_context(context, lo, hi))) for lo, hi in bounds]
+    steps = attention.plan_chunks([cut_context(context, lo, hi) for lo, hi in bounds])
+    return [Chunk(lo, hi, step) for (lo, hi), step in zip(bounds, steps, strict=True)]
 
 
 def find_bounds(

@@ -8,7 +8,6 @@ demand is small and lives in the memory of the CUDA graphs. Tensors of one phase
 
 from __future__ import annotations
 
-from freetoken.kernels.tiles import chunk_tile
 from freetoken.worker.activations import (
     FLOAT_BYTES,
     StepSizes,
@@ -30,7 +29,9 @@ NORM_FLOATS = 2  # float32 copies in a norm: of its input, and its square or the
 RESIDUALS = 3  # the embeddings, a layer's input, its output
 LOGIT_FLOATS = 3  # float32 logits in a graph, those it leaves behind, the sampler's
 NORM_COPIES = 5  # typed: normed inputs, residual sums, a layer's output
-INDEX_BYTES = 16  # the slot of a gathered key, for layers with a window and without
+SLOT_BYTES = 4  # where a gathered key lies
+MAX_KEPT_ROWS = 16
+"""As in model/device_attention.py: rows of a pass for which that is kept, beside one more."""
 PAIR_BYTES = 48  # sorting (token, expert) pairs: ids, order, offsets in int64
 ROUTER_FLOATS = 4  # logits, probabilities, their order
 GATE_COPIES = 4  # of an expert's widest intermediate: gate, up, their product, one more
@@ -58,10 +59,9 @@ def price_gpu(sizes: ModelSizes, step: StepSizes) -> dict[str, int]:
 
 def price_gpu_reach(sizes: ModelSizes, step: StepSizes) -> int:
     """Bytes per token that a row reaches back: its k/v gathered in one layer of a pass, and for
-    every chunk where they lie."""
-    chunk_tokens = step.num_tokens - step.num_tokens % chunk_tile(step.num_tokens)
-    num_chunks = 1 + -(-step.num_pass_tokens // chunk_tokens)  # the first may be a short one
-    return max(sizes.kv_widths) * sizes.element_bytes + num_chunks * INDEX_BYTES
+    every row where they lie."""
+    num_rows = min(step.num_rows, MAX_KEPT_ROWS + 1)
+    return max(sizes.kv_widths) * sizes.element_bytes + num_rows * SLOT_BYTES
 
 
 def _price_norm(sizes: ModelSizes) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from freetoken.model import device_attention
 from freetoken.model.load import load_model
 from freetoken.model.served import ServedModel
 from freetoken.model.trial import Part, Trial
@@ -82,6 +84,29 @@ def test_prefix_hit_equals_transformers(family: tuple[PreTrainedModel, ServedMod
     expected = tiny.plain_logits(plain, second)[10:]
     assert tiny.relative_error(trial.logits(1), expected) < 1e-4
     assert tiny.relative_error(trial.logits(2), expected) < 1e-4
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 2])
+def test_where_keys_lie_is_kept_once_for_a_row(
+    family: tuple[PreTrainedModel, ServedModel], num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each chunk and window: a pass in small chunks would take the square of its length."""
+    plain, ours = family
+    found: list[torch.Tensor] = []
+    find = device_attention.RowSlots._find
+
+    def note(*args: Any) -> torch.Tensor:
+        found.append(find(*args))
+        return found[-1]
+
+    monkeypatch.setattr(device_attention.RowSlots, "_find", note)
+    monkeypatch.setattr(device_attention, "MAX_KEPT_ROWS", num_kept)
+    rows = [tiny.random_ids(length, 20 + length) for length in (LENGTH, 13)]
+    trial = Trial(ours, rows)
+    trial.run_pass(Part(0, LENGTH), Part(1, 13), chunk_tokens=3)
+    assert len(found) == 2 if num_kept == 2 else len(found) > 2
+    assert {len(slots) for slots in found} == {28, 16}, "whole pages"
+    assert_equal(trial, plain, rows)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
