@@ -2,8 +2,8 @@
 
 8192 queries of 32768 keys, 32/4 heads of 128, bf16, on an H200, 2026-12-01, in TFLOP/s: cuDNN 613,
 our Triton kernel 449, torch's flash attention 2 347. But cuDNN makes a plan for every pair of
-lengths that a thread has not met, which takes some 70 ms. So it is given tiles of one size only,
-causal and not, cut at multiples of that size counted from a row's first token. Queries that nearly
+lengths that a thread has not met, which takes some 70 ms. So it is given tiles of two sizes only,
+causal and not, cut at multiples of their size counted from a row's first token. Queries that nearly
 fill a tile are padded to one; fewer go to the Triton kernel.
 """
 
@@ -118,9 +118,9 @@ def attend_tile(
 
 
 def _pad(tensor: Tensor, lead: int, length: int) -> Tensor:
-    """[L, H, D] → [length, H, D]: `lead` zeros, the tensor, zeros."""
+    """[L, H, D] → [length, H, D] contiguous: `lead` zeros, the tensor, zeros."""
     if len(tensor) == length:
-        return tensor
+        return tensor.contiguous()
     return F.pad(tensor, (0, 0, 0, 0, lead, length - lead - len(tensor)))
 
 

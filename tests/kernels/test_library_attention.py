@@ -1,6 +1,8 @@
-"""Plain extends through the libraries: the merge, and cuDNN where it exists."""
+"""Extends through the libraries: the cuts, the merge, and cuDNN where it exists."""
 
 from __future__ import annotations
+
+from random import Random
 
 import pytest
 import torch
@@ -70,9 +72,11 @@ def test_queries_are_cut_at_tiles(num_queries, num_keys, pieces):
 
 
 def plain_cudnn(query, key, value, is_causal, scaling):
-    """In plain torch what cuDNN is asked for: tiles of one size."""
-    assert len(query) == len(key) == len(value) == 16
-    sees = torch.ones(16, 16, dtype=torch.bool, device=query.device)
+    """In plain torch what cuDNN is asked for: tiles of two sizes."""
+    assert len(query) == len(key) == len(value)
+    assert len(query) in (16, 8)
+    assert query.is_contiguous(), "it would be copied for every tile of keys"
+    sees = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
     return with_lse(query, key, value, sees.tril() if is_causal else sees)
 
 
@@ -91,6 +95,41 @@ def test_padded_tiles_are_attention(num_queries, num_keys, has_sinks, monkeypatc
     query = query[-num_queries:]
     sinks = torch.tensor([1.0, -2.0, 0.0, 3.0], device=device) if has_sinks else None
     got = subject.attend_tile(query, key, value, 0.3, sinks, 16)
+    expected = reference.extend_attention(query, key, value, scaling=0.3, sinks=sinks)
+    torch.testing.assert_close(got, expected, **TOLERANCES[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # as meant: e to a large sink is inf
+def test_sinks_may_be_of_any_size(monkeypatch, device):
+    from freetoken.kernels import library_attention as subject
+
+    monkeypatch.setattr(subject, "_cudnn", plain_cudnn)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 32, 5, 16, generator=generator).to(device).unbind()
+    sinks = torch.tensor([-torch.inf, -6e4, 80.0, 6e4, 3e38], device=device)
+    got = subject.attend_tile(query[16:], key, value, 0.3, sinks, 16)
+    expected = reference.extend_attention(query[16:], key, value, scaling=0.3, sinks=sinks)
+    torch.testing.assert_close(got, expected, **TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("has_sinks", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_of_any_lengths_are_attention(seed, has_sinks, monkeypatch, device):
+    from freetoken.kernels import library_attention as subject
+
+    monkeypatch.setattr(subject, "_cudnn", plain_cudnn)
+    monkeypatch.setattr(subject, "_has_cudnn", lambda *how: True)
+    monkeypatch.setattr(subject, "TILE_SIZES", (16, 8))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    random = Random(seed)
+    num_keys = random.randint(1, 70)
+    num_queries = random.randint(1, num_keys)
+    generator = torch.Generator().manual_seed(seed)
+    joint = torch.randn(num_keys, 8, 24, generator=generator).to(device)
+    query, key, value = joint.split([4, 2, 2], 1)
+    query = query[-num_queries:]
+    sinks = torch.tensor([1.0, -2.0, 0.0, 3.0], device=device) if has_sinks else None
+    got = subject.attend(query, key, value, 0.3, sinks)
     expected = reference.extend_attention(query, key, value, scaling=0.3, sinks=sinks)
     torch.testing.assert_close(got, expected, **TOLERANCES[torch.float32])
 
