@@ -9,5 +9,6 @@ TILE_SIZES = (8192, 4096)
 
 
 def chunk_tile(chunk_tokens: int, sizes: Sequence[int] = TILE_SIZES) -> int:
-    """Chunks of up to so many tokens end at its multiples; 1 where they are smaller than a tile."""
+    """The tile at whose multiples chunks of at most `chunk_tokens` tokens end: the largest that
+    they can hold, else 1."""
     return next((size for size in sizes if size <= chunk_tokens), 1)

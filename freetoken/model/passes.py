@@ -57,7 +57,8 @@ def cut_chunks(context: StepContext, chunk_tokens: int, attention: StepAttention
 def find_bounds(
     segments: Sequence[Segment], chunk_tokens: int, sizes: Sequence[int] = TILE_SIZES
 ) -> list[tuple[int, int]]:
-    """[lo, hi) of each chunk. One that ends within a row ends at a multiple of a tile of it."""
+    """[lo, hi) of each chunk. One that ends within a row ends at a tile of that row, unless none of
+    its tiles begins or ends in the chunk."""
     assert chunk_tokens >= 1
     tile = chunk_tile(chunk_tokens, sizes)
     bounds, lo = [], 0

@@ -123,7 +123,7 @@ def _start_on_gpu(parts: _Start) -> Started:
     if parts.compiles and can_capture(model):
         _capture(parts, runner)
     with parts.stage(Phase.CHECKING, "warming up passes"):
-        warm_up_passes(runner)  # after the capture, which gives back what memory is kept for them
+        warm_up_passes(runner)  # after the capture, which empties the allocator's cache
     threshold = make_threshold(parts.config, parts.sizes, plan, link)
     runner.observer = StepObserver(threshold, model.num_layers)
     model.fill_slots()  # the steps so far asked for nothing that anyone will ask for

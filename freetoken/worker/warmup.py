@@ -48,8 +48,8 @@ def warm_up(runner: Runner, threads: StepThreads | None) -> None:
 
 def warm_up_passes(runner: Runner) -> None:
     """What `warm_up`, which runs a first chunk, leaves out: a chunk that begins within a page, one
-    that follows others, the shortest tile of attention, and a rest. A GPU makes, plans or loads
-    kernels when they are first called: 0.4 s in all. Leaves no row."""
+    that follows others, the shortest tile of attention, and a rest. Kernels are made, planned or
+    loaded when they are first called, which a request would wait for. Leaves no row."""
     limits = runner.limits
     length = limits.chunk_tokens + REST_TOKENS
     if limits.chunk_tokens >= TILE_SIZES[-1]:
