@@ -139,10 +139,11 @@ def _cudnn(
 def _has_cudnn(device: torch.device, dtype: torch.dtype, size: int, group: int) -> bool:
     """Whether cuDNN attention exists, takes heads and tiles like these, and is right; asked once.
 
-    What it refuses later would be a fault in the middle of a pass, so the tiles are whole ones.
+    What it refuses later would be a fault in the middle of a pass, so the tiles are whole ones; of
+    the smaller size, as this takes memory beside a chunk's.
     """
     generator = torch.Generator(device).manual_seed(0)
-    tile = TILE_SIZES[0]
+    tile = TILE_SIZES[-1]
     shape = (2 * tile - tile // 8, 2 * group + 4, size)
     joint = torch.randn(shape, generator=generator, dtype=dtype, device=device)
     query, key, value = joint.split([2 * group, 2, 2], 1)

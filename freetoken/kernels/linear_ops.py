@@ -9,7 +9,7 @@ from freetoken.kernels.dispatch import use_triton
 
 MAX_TOKENS = 16
 MAX_OUTPUTS = 1024
-"""Of layers such as routers, for which a library starts too few programs."""
+"""Of layers such as routers, for which a library uses too few blocks of threads."""
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
