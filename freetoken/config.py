@@ -68,7 +68,11 @@ class Config(BaseModel):
 
     # ---- capacity: each is a hard constraint of the memory plan
     context_tokens: Annotated[
-        int | None, Field(ge=2, description="tokens that one request may use (prompt + output)")
+        int | None,
+        Field(
+            ge=2,
+            description="tokens that one request may use (prompt + output); where more fit, more",
+        ),
     ] = None
     num_tokens: Annotated[
         int | None, Field(ge=1, description="KV pool in tokens, a multiple of the page size")
@@ -150,8 +154,8 @@ class Config(BaseModel):
     extend_threshold: Annotated[
         Annotated[int, Field(ge=0)] | Literal["auto"],
         Field(
-            description="steps with more extend tokens than this stream whole layers; 0: always "
-            "(in the pauses of such a pass 64 tokens are never too many)"
+            description="steps with more extend tokens than this stream whole layers (in the "
+            "pauses of such a pass: with more than 64, if that is more); 0: always"
         ),
     ] = "auto"
     disable_moe_prefill_overlap: Annotated[
@@ -160,7 +164,11 @@ class Config(BaseModel):
 
     # ---- processes
     threads: Annotated[
-        int | None, Field(ge=1, description="CPU threads of the worker; default: all cores")
+        int | None,
+        Field(
+            ge=1,
+            description="CPU threads of the worker, at most; default: all cores",
+        ),
     ] = None
     run_dir: Annotated[
         UserPath | None, Field(description="directory of the sockets; default: a private one")
@@ -179,7 +187,8 @@ class Config(BaseModel):
         Field(
             ge=0,
             le=100,
-            description="a worker that died or hangs is replaced so many times in 60 seconds",
+            description="ft serve: a worker that died or hangs is replaced so many times in 60 "
+            "seconds; beyond that the server ends",
         ),
     ] = 0
     log_level: Annotated[
@@ -245,6 +254,7 @@ class Config(BaseModel):
                 ("--moe-cache-rate", self.moe_cache_rate is not None),
                 ("--moe-cache-auto", self.moe_cache_auto),
                 ("--extend-threshold", self.extend_threshold != "auto"),
+                ("--disable-moe-prefill-overlap", self.disable_moe_prefill_overlap),
             ):
                 if is_given:
                     found.append(

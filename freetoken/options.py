@@ -93,9 +93,10 @@ def _is_flag(argument: str) -> bool:
 # ---------------------------------------------------------------- the command line
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, model_help: str | None = None) -> None:
     """MODEL, --config, and one flag per field, in sections."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=FIELDS["model"].description)
+    model_help = model_help or FIELDS["model"].description
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=model_help)
     parser.add_argument(
         "--config", metavar="FILE", help=f"TOML file with options [{CONFIG_VARIABLE}]"
     )
@@ -152,7 +153,7 @@ def _help(field: FieldInfo) -> str:
     limits = ", ".join(
         f"{sign} {getattr(item, kind)}"
         for item in field.metadata
-        for kind, sign in (("ge", "at least"), ("gt", "above"), ("le", "at most"))
+        for kind, sign in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
         if hasattr(item, kind)
     )
     text = field.description or ""

@@ -164,6 +164,7 @@ def test_a_missing_file_is_refused_by_name(file: Path) -> None:
         ("--moe-cache-size 4 --experts in-place", "--moe-cache-size is about expert slots"),
         ("--moe-cache-auto --experts in-place", "--moe-cache-auto is about expert slots"),
         ("--extend-threshold 0 --experts in-place", "--extend-threshold is about expert slots"),
+        ("--disable-moe-prefill-overlap --experts in-place", "-overlap is about expert slots"),
     ],
 )
 def test_contradictions_are_refused_with_both_values(argv: str, message: str) -> None:
@@ -250,6 +251,7 @@ def test_every_option_is_documented_with_its_unit_limits_and_default() -> None:
         if name not in ("model", "served_model_name") and field.default not in (None, False):
             assert f"[{field.default}]" in text, name
     assert "at least 1, at most 1024 [16]" in text
+    assert "at least 0, below 1 [0.2]" in text
 
 
 def test_every_section_of_the_help_begins_at_a_field() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from freetoken.api.errors_http import ApiError, invalid
+from freetoken.api.errors_http import ApiError, invalid, kind_of
 
 ROLES = ("system", "developer", "user", "assistant")
 _TEXT_FIELDS = ("name", "reasoning_content")
@@ -30,7 +30,7 @@ def check_messages(messages: list[Any], *, knows_developer: bool) -> list[dict[s
 
 def _check_message(message: object, where: str, knows_developer: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise invalid(f"{where} must be an object, not a {type(message).__name__}", where)
+        raise invalid(f"{where} must be an object, not {kind_of(message)}", where)
     role = message.get("role")
     if role in ("tool", "function"):
         raise _unsupported(f"{where}.role={role!r}: tool calls are not supported", f"{where}.role")
@@ -45,7 +45,7 @@ def _check_message(message: object, where: str, knows_developer: bool) -> dict[s
             continue
         if name in _TEXT_FIELDS:
             if not isinstance(value, str):
-                raise invalid(f"{path} must be text, not a {type(value).__name__}", path)
+                raise invalid(f"{path} must be text, not {kind_of(value)}", path)
             checked[name] = value
         elif name not in _EMPTY_FIELDS or value not in ([], {}, ""):
             raise _unsupported(f"{path} is not supported; leave it out", path)
@@ -57,7 +57,7 @@ def _check_content(content: object, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        kind = "missing" if content is None else f"a {type(content).__name__}"
+        kind = "missing" if content is None else kind_of(content)
         raise invalid(f"{path} is {kind}, must be text or a list of text parts", path)
     return "".join(_check_part(part, f"{path}[{index}]") for index, part in enumerate(content))
 
@@ -72,7 +72,7 @@ def _check_part(part: object, path: str) -> str:
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise invalid(f"{path}.text must be text, not a {type(text).__name__}", f"{path}.text")
+        raise invalid(f"{path}.text must be text, not {kind_of(text)}", f"{path}.text")
     return text
 
 

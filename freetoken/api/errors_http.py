@@ -70,6 +70,15 @@ class ApiError(FreeTokenError):
         }
 
 
+def kind_of(value: object) -> str:
+    """What a decoded JSON value is, with its article: `an object`, `a number`, `null`."""
+    kinds = ((bool, "a boolean"), (str, "a string"), (int | float, "a number"), (list, "an array"))
+    return next(
+        (kind for types, kind in kinds if isinstance(value, types)),
+        "null" if value is None else "an object",
+    )
+
+
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_request") -> ApiError:
     """A 400 about the field `param`."""
     return ApiError(400, message, code=code, param=param)

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from freetoken.api.errors_http import ApiError, invalid
+from freetoken.api.errors_http import ApiError, invalid, kind_of
 
 MAX_BODY_BYTES = 32 << 20
 """Room for the longest prompt (2^20 tokens) as text or as token ids in JSON."""
@@ -35,6 +35,8 @@ class JsonResponse(Response):
 async def read_json(request: Request) -> dict[str, Any]:
     """The body as a JSON object; 400 says what is wrong with it and where."""
     body = await read_body(request)
+    if not body.strip():
+        raise invalid("the body is empty; send a JSON object", code="invalid_json")
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
@@ -42,8 +44,7 @@ async def read_json(request: Request) -> dict[str, Any]:
     except RecursionError as error:
         raise invalid("the body is nested too deeply", code="invalid_json") from error
     if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise invalid(f"the body must be a JSON object, not a {kind}", code="invalid_json")
+        raise invalid(f"the body must be an object, not {kind_of(value)}", code="invalid_json")
     return value
 
 

@@ -47,7 +47,7 @@ class Hardware:
 
 def run(argv: Sequence[str]) -> int:
     parser = options.Parser("ft plan", DESCRIPTION)
-    options.add_options(parser)
+    options.add_options(parser, "directory with a config.json, or hub name")
     _add_hardware(parser)
     args = parser.parse(argv)
     config = options.resolve(args).config

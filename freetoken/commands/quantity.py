@@ -7,6 +7,7 @@ import re
 from freetoken.errors import ConfigError
 
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt])(i?)b?", re.IGNORECASE)
+_BITS = re.compile(r"[KMGT]i?b\s*$")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -26,9 +27,12 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 def parse_rate(text: str, flag: str) -> float:
-    """Bytes per second, from a size followed by /s; ConfigError names `flag`."""
+    """Bytes per second, from a size followed by /s; ConfigError names `flag`.
+
+    `Gb/s` is refused: in rates it means bits.
+    """
     size, slash, unit = text.partition("/")
-    if slash and unit.strip().lower() == "s":
+    if slash and unit.strip().lower() == "s" and not _BITS.search(size):
         return float(parse_bytes(size, flag))
     raise ConfigError(f"{flag} {text}: give bytes per second with their unit, such as 25GB/s")
 

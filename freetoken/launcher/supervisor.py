@@ -198,7 +198,8 @@ class Supervisor:
     def _stop(self) -> None:
         """End all children: asked first, killed after STOP_S or at a second signal."""
         self._notifier.stopping("stopping" if self._failure is None else str(self._failure.error))
-        deadline_s = time.monotonic() + STOP_S
+        begun_s = time.monotonic()
+        deadline_s = begun_s + STOP_S
         num_signals = len(self._signals)
         everyone = [*self._children.values(), *self._standbys.values()]
         for child in everyone:
@@ -209,7 +210,8 @@ class Supervisor:
             self._pump(TICK_S)
         for child in everyone:
             if child.returncode is None:
-                _log.warning(log.event("process.killed", process=child.room.name, after_s=STOP_S))
+                after_s = time.monotonic() - begun_s  # less than STOP_S at a second signal
+                _log.warning(log.event("process.killed", process=child.room.name, after_s=after_s))
             child.kill_group()
             child.wait(deadline_s + 1)
             self._forget(child)

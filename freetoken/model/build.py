@@ -29,7 +29,8 @@ def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
                 experts_implementation=EXPERTS,
             )
     except Exception as error:
-        reason = " ".join(str(error).split())
+        # transformers lists all classes that would do.
+        reason = " ".join(str(error).split()).partition(" Model type should be one of")[0]
         raise ConfigError(f"cannot build model_type {config.model_type}: {reason}") from error
     model.eval()
     for _, module in experts_modules(model):

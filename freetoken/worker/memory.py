@@ -31,7 +31,8 @@ CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512, 256)
 """Chunks of a pass to choose from: every chunk reads a layer's experts from VRAM once more."""
 MAX_CHUNK_SHARE = 16
-"""A chunk takes at most one part in so many of what weights, ring and scratch rows leave."""
+"""A chunk takes at most one part in so many of what weights, ring and scratch rows leave, or what
+the smallest one takes: norms over all tokens of a pass need as much beside any chunk."""
 
 
 class Memory(StrEnum):
@@ -169,12 +170,13 @@ def _step_choices(sizes: ModelSizes, request: Request, window: int, budget_bytes
         return [CPU_STEP_TOKENS]
     within: list[int] = []
     beyond: list[int] = []
+    least = price_fixed(sizes, request, GPU_STEP_TOKENS[-1])["activations"]
     for tokens in GPU_STEP_TOKENS:
         prices = price_fixed(sizes, request, tokens)
         lasting = sum(prices.get(name, 0) for name in ("weights", "ring", "scratch"))
         share = max(0, budget_bytes - lasting) // MAX_CHUNK_SHARE
         if tokens == GPU_STEP_TOKENS[-1] or tokens < 2 * window:
-            (within if prices["activations"] <= share else beyond).append(tokens)
+            (within if prices["activations"] <= max(least, share) else beyond).append(tokens)
     return within + beyond[::-1]
 
 

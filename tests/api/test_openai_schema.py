@@ -207,6 +207,28 @@ def test_bodies_that_are_no_json_object_are_clean_400s(
     assert fake.submits == []
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b" ", "the body is empty; send a JSON object"),
+        (b"[1]", "the body must be an object, not an array"),
+        (b"null", "the body must be an object, not null"),
+        (b'{"messages": [1]}', "messages[0] must be an object, not a number"),
+        (
+            b'{"messages": [{"role": "user", "content": {}}]}',
+            "messages[0].content is an object, must be text or a list of text parts",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "name": true}]}',
+            "messages[0].name must be text, not a boolean",
+        ),
+    ],
+)
+def test_what_came_is_named_as_json_names_it(http: httpx.Client, body: bytes, message: str) -> None:
+    response = http.post("/v1/chat/completions", content=body)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+
+
 def test_messages_give_value_and_limit(http: httpx.Client) -> None:
     response = http.post("/v1/chat/completions", json={**CHAT, "temperature": 7.5})
     assert response.json()["error"]["message"] == "temperature: expected `float` <= 2.0, got 7.5"

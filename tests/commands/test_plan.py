@@ -60,6 +60,14 @@ def test_a_context_that_cannot_be_is_said_so_in_the_table(
     assert re.search(r"262144 +does not fit: [\d,]+ MiB short", text)
 
 
+def test_the_help_promises_no_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MODEL directory with a config.json, or hub name options:" in text
+    assert "demo" not in text
+
+
 def test_the_options_of_serve_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(
         capsys, QWEN, *CARD, "--moe-cache-size", "800", "--num-tokens", "32768",

@@ -35,7 +35,8 @@ def test_nothing_is_no_size() -> None:
 def test_rates_are_sizes_per_second() -> None:
     assert parse_rate("25GB/s", "--link") == 25e9
     assert parse_rate("1.5 TB / s", "--link") == 1.5e12
-    for text in ("25GB", "25", "25GB/h", "/s"):
+    assert parse_rate("25gb/s", "--link") == 25e9
+    for text in ("25GB", "25", "25GB/h", "/s", "25Gb/s", "25 Gib /s"):
         with pytest.raises(ConfigError, match="--link"):
             parse_rate(text, "--link")
 

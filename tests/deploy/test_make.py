@@ -88,6 +88,14 @@ def test_serve_needs_no_tools_for_developers(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == ".venv/bin/ft serve m --port 1"
 
 
+@needs_make
+def test_every_environment_is_cleaned_away(tmp_path: Path) -> None:
+    for name in (".venv", ".venv-oldest"):
+        (tmp_path / name).mkdir()
+    assert make(tmp_path, "clean").returncode == 0
+    assert not [path.name for path in tmp_path.iterdir() if path.is_dir()]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="needs hatchling")
 def test_the_wheel_holds_all_that_is_needed_and_no_more(tmp_path: Path) -> None:
     subprocess.run(

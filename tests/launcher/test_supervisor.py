@@ -64,6 +64,10 @@ def test_a_second_signal_does_not_wait(start: Start) -> None:
         begun_s = time.monotonic()
         assert server.wait(3) == 0
         assert time.monotonic() - begun_s < 2
+        (after_s,) = re.findall(
+            r"process.killed process=freetoken-worker after_s=(\S+)", server.output
+        )
+        assert float(after_s) < 4, "not after the time that it would have had"
 
 
 @pytest.mark.parametrize("behaviour", ["well", "busy", "deaf"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from random import Random
 
@@ -18,7 +19,7 @@ from freetoken.worker.memory import (
     ShortfallError,
     plan_memory,
 )
-from freetoken.worker.prices import HOST_PROCESS_BYTES, STANDBY_BYTES
+from freetoken.worker.prices import HOST_PROCESS_BYTES, STANDBY_BYTES, price_fixed
 from freetoken.worker.sizes import ModelSizes, Request, make_request
 from tests.planned import gpu_sizes
 
@@ -162,6 +163,18 @@ def test_the_chunk_follows_the_budget_and_a_given_one_is_taken():
     assert plan_on(24, "qwen3-30b-a3b", max_step_tokens=777).max_step_tokens == 777
     assert plan_on(24, "qwen3-30b-a3b", max_step_tokens=100).max_on_demand_tokens == 100
     assert plan_on(24, "qwen3-30b-a3b").max_on_demand_tokens == 256
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_chunk_is_smaller_than_one_that_takes_as_little(name):
+    sizes = gpu_sizes(name)
+    request = make_request(Config(), sizes, has_slots=True)
+    for gib in (24, 32, 40, 48, 64, 80, 96):
+        with contextlib.suppress(ShortfallError):
+            plan = plan_memory(sizes, request, card_budget_of(gib * GIB))
+            for tokens in (n for n in GPU_STEP_TOKENS if n > plan.max_step_tokens):
+                prices = price_fixed(sizes, request, tokens)
+                assert prices["activations"] > plan.prices["activations"], (gib, tokens)
 
 
 def test_a_small_chunk_is_taken_before_a_flag_is_refused():

@@ -234,7 +234,10 @@ def test_a_model_that_graphs_cannot_hold_is_served_without_them(
     assert tokens_of(started.runner.execute(start_plan(0, [1, 2], 0))) == {0: expected_next([1, 2])}
 
 
-@pytest.mark.parametrize("option", [{"moe_cache_auto": True}, {"extend_threshold": 5}])
+@pytest.mark.parametrize(
+    "option",
+    [{"moe_cache_auto": True}, {"extend_threshold": 5}, {"disable_moe_prefill_overlap": True}],
+)
 def test_options_about_slots_are_refused_where_there_are_none(option):
     with pytest.raises(ConfigError, match="need --experts slots"):
         choose_experts(Config(**option), fake_sizes())
