@@ -254,7 +254,6 @@ class Config(BaseModel):
                 ("--moe-cache-rate", self.moe_cache_rate is not None),
                 ("--moe-cache-auto", self.moe_cache_auto),
                 ("--extend-threshold", self.extend_threshold != "auto"),
-                ("--disable-moe-prefill-overlap", self.disable_moe_prefill_overlap),
             ):
                 if is_given:
                     found.append(

@@ -164,7 +164,6 @@ def test_a_missing_file_is_refused_by_name(file: Path) -> None:
         ("--moe-cache-size 4 --experts in-place", "--moe-cache-size is about expert slots"),
         ("--moe-cache-auto --experts in-place", "--moe-cache-auto is about expert slots"),
         ("--extend-threshold 0 --experts in-place", "--extend-threshold is about expert slots"),
-        ("--disable-moe-prefill-overlap --experts in-place", "-overlap is about expert slots"),
     ],
 )
 def test_contradictions_are_refused_with_both_values(argv: str, message: str) -> None:

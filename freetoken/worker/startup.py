@@ -201,8 +201,6 @@ def choose_experts(config: Config, sizes: ModelSizes) -> ExpertsMode:
     given = ["--moe-cache-auto"] if config.moe_cache_auto else []
     if config.extend_threshold != "auto":
         given.append(f"--extend-threshold {config.extend_threshold}")
-    if config.disable_moe_prefill_overlap:
-        given.append("--disable-moe-prefill-overlap")
     if given:
         raise ConfigError(f"{given[0]} is about expert slots, which need --experts slots")
     return "in-place"

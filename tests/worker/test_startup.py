@@ -236,7 +236,7 @@ def test_a_model_that_graphs_cannot_hold_is_served_without_them(
 
 @pytest.mark.parametrize(
     "option",
-    [{"moe_cache_auto": True}, {"extend_threshold": 5}, {"disable_moe_prefill_overlap": True}],
+    [{"moe_cache_auto": True}, {"extend_threshold": 5}],
 )
 def test_options_about_slots_are_refused_where_there_are_none(option):
     with pytest.raises(ConfigError, match="need --experts slots"):
