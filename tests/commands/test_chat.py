@@ -10,7 +10,6 @@ import select
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -275,11 +274,16 @@ def test_in_a_terminal_it_converses_until_ctrl_d(
     os.close(theirs)
     seen = b""
 
-    def read_until(text: bytes) -> None:
+    def read_until(text: bytes, in_silence: Callable[[], None] = lambda: None) -> None:
         nonlocal seen
+        silent_s = 0
         while text not in seen:
-            assert select.select([ours], [], [], 10)[0], seen
-            seen += os.read(ours, 4096)
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096)
+            else:
+                silent_s += 1
+                assert silent_s < 10, seen
+                in_silence()
         seen = seen.split(text, 1)[1]
 
     try:
@@ -291,11 +295,11 @@ def test_in_a_terminal_it_converses_until_ctrl_d(
         fake.reply = accept_only
         os.write(ours, b"again\n")
         submit = fake.wait_submit(1)
-        fake.say(delta(submit.request_id, tokenizer.encode("wait", add_special_tokens=False)))
+        more = delta(submit.request_id, tokenizer.encode("wait", add_special_tokens=False))
+        fake.say(more)
         read_until(b"wait")
-        time.sleep(0.2)  # it waits for more: a signal just before it does is noticed only after
-        os.write(ours, b"\x03")  # Ctrl-C
-        read_until(b"> ")
+        os.write(ours, b"\x03")  # Ctrl-C: just before it waits for more, it is noticed only after
+        read_until(b"> ", in_silence=lambda: fake.say(more))
         fake.wait_for(lambda fake: fake.aborts == [submit.request_id])
         os.write(ours, b"\x04")  # Ctrl-D
         assert process.wait(timeout=10) == 0

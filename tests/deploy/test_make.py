@@ -14,12 +14,12 @@ from tests.processes import ROOT, clean_environment
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
-def make(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def make(directory: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """make in a clone without an environment; the flags of a make around us do not count."""
     shutil.copy(ROOT / "Makefile", directory)
     for name in ("pyproject.toml", "constraints.txt"):
         (directory / name).touch()
-    env = {key: value for key, value in clean_environment().items() if "MAKE" not in key}
+    env = {key: value for key, value in clean_environment(**environ).items() if "MAKE" not in key}
     env.pop("PYTHON", None)
     return subprocess.run(
         ["make", *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=60
@@ -79,6 +79,18 @@ def test_what_is_installed_for_tests_is_enough_to_serve(tmp_path: Path) -> None:
     done = make(tmp_path, "test", "serve")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" install ") == 1
+
+
+@needs_make
+def test_byte_code_is_kept_whatever_the_environment_says(tmp_path: Path) -> None:
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/.made").touch()
+    python = tmp_path / ".venv/bin/python"
+    python.write_text('#!/bin/sh\necho "$2 dont_write=$PYTHONDONTWRITEBYTECODE"\n')
+    python.chmod(0o755)
+    done = make(tmp_path, "test", PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 0, done.stderr
+    assert "pytest dont_write=\n" in done.stdout
 
 
 @needs_make

@@ -95,7 +95,7 @@ def test_a_step_of_padding_alone_gives_zeros() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [1, 3] if DEVICE == "cuda" else [1])  # nothing interpreted
 @pytest.mark.parametrize("method", ["gemv", "dot"])
 @pytest.mark.parametrize("name", ["swiglu", "clamped"])
 def test_every_method_computes_the_same_products(method: str, stages: int, name: str) -> None:

@@ -96,7 +96,8 @@ FILTERS = [
 ]
 
 
-ALWAYS = ((0, 1.0, 0.0), (60, 1.0, 0.0), (0, 0.95, 0.0), (0, 1.0, 0.05), (50, 0.97, 0.02))
+# All are in one batch below; these, with heats and numbers at their ends, also by themselves.
+ALWAYS = ((0, 0.95, 0.0), (50, 0.97, 0.02))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_filters(subject, filters, device):
 
 
 def test_a_batch_of_different_rows_which_are_views(subject, device):
-    logits = random_logits(len(FILTERS) + 2, 150, seed=3).to(device)[:, 20:120]
+    logits = random_logits(len(FILTERS) + 2, 100, seed=3).to(device)[:, 20:85]
     rows = [(0.8, *filters, 0.6) for filters in FILTERS]
     rows += [(0.0, 5, 0.5, 0.1, 0.5), (1e-6, 0, 1.0, 0.0, 0.999)]
     check(subject, logits, rows)
@@ -126,8 +127,11 @@ def test_small_vocabularies(subject, vocab_size, device):
     check(subject, logits, [(1.0, k, p, 0.0, 0.7) for k in (0, 2) for p in (1.0, 0.6)])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("filters", [(0, 1.0, 0.0), (9, 0.9, 0.1)], ids=str)
+@pytest.mark.parametrize(
+    ("temperature", "filters"),
+    [(0.0, (9, 0.9, 0.1)), (0.7, (0, 1.0, 0.0)), (0.7, (9, 0.9, 0.1))],
+    ids=str,
+)
 def test_rows_without_a_distribution(subject, temperature, filters, device):
     logits = random_logits(5, 100).to(device)
     logits[0, 93] = torch.nan
@@ -141,7 +145,7 @@ def test_rows_without_a_distribution(subject, temperature, filters, device):
 
 @pytest.mark.parametrize("filters", [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0)], ids=str)
 def test_equals_pass_together(subject, filters, device):
-    logits = torch.zeros(5, 100, device=device)
+    logits = torch.zeros(5, 70, device=device)
     check(subject, logits, [(1.0, *filters, u) for u in (0.0, 0.25, 0.501, 0.999, 0.03)])
 
 

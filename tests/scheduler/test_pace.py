@@ -159,6 +159,10 @@ def test_a_newcomer_of_ten_tokens_is_served_before_the_pass_ends_whatever_the_th
         assert driver.step()
     came_s = driver.now_s
     driver.submit("new", [220] * 10, 2)
+    while not (driver.is_done("new") and driver.is_done("long")):
+        assert driver.step()
+    if streams:
+        driver.abort("stream0")
     driver.run()
     assert (driver.token_s["new"][0] < driver.token_s["long"][0]) == is_first
     if is_first:

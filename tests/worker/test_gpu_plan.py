@@ -241,7 +241,7 @@ def is_consistent(asked):
 budgets = st.integers(0, 24 * MIB)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(flags, budgets)
 def test_any_budget_gives_a_plan_that_holds_or_a_shortfall_that_says_by_how_much(given, budget):
     asked = Request(**given, has_slots=True)
@@ -282,7 +282,7 @@ def check_shortfall(asked, budget, short_bytes):
         plan_memory(SMALL, asked, budget + short_bytes - 1)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(flags, budgets, st.integers(1, 4 * MIB))
 def test_a_larger_budget_never_gives_less(given, budget, more):
     """The chunk fixed: a larger one is bought with the memory that a larger budget brings."""
@@ -299,7 +299,7 @@ def test_a_larger_budget_never_gives_less(given, budget, more):
     assert larger.num_slots >= plan.num_slots or larger.num_pages > plan.num_pages
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 100), st.sampled_from(MODELS))
 def test_what_fits_a_card_fits_a_larger_one(gib, more, name):
     asked = make_request(Config(), gpu_sizes(name), has_slots=True)

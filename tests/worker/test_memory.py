@@ -81,7 +81,7 @@ flags = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(flags, st.integers(0, 8 * MIB))
 def test_any_budget_gives_a_plan_that_holds_or_a_shortfall_that_says_by_how_much(
     given_flags, budget
