@@ -233,9 +233,7 @@ class ServedModel:
         compiled = make_compiler(backend)
         layers = [compiled(layer) for layer in self._layers]
         self._model = with_layers(self._plain, layers, compiled)
-        # What stands beside the layers sees all tokens of a pass, of which there may be any number:
-        # as it is it takes a millisecond, and is not compiled again for the first long pass.
-        self._pass_model = chunked_model(self._plain, layers, self._seat)
+        self._pass_model = chunked_model(self._model, layers, self._seat)
 
     def run_eagerly(self) -> None:
         """Run layers as they are, as before `compile_layers`."""
