@@ -181,7 +181,7 @@ class _Cut:
             if value.dim() >= 2 and value.shape[1] == self.num_tokens:
                 if value.shape[0] == 1:
                     # With the strides of a tensor of its own, as compiled layers expect them.
-                    return value[0, self.lo : self.hi].contiguous()[None]
+                    return value[0, self.lo : self.hi][None]
                 return value[:, self.lo : self.hi]
             if value.dim() == 1 and value.shape[0] == self.num_tokens:
                 return value[self.lo : self.hi]
