@@ -16,6 +16,10 @@ from torch import Tensor
 from freetoken.kernels import reference_attention
 from freetoken.kernels.dispatch import use_triton
 
+TILE_SIZES = (8192, 4096)
+"""extend_attention is fastest for queries from one multiple of these to another, in tokens counted
+from their row's first one on. The largest first, each a multiple of the next."""
+
 
 def store_kv(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     """Write key [T, G, Dk] and value [T, G, Dv] to `slots` [T] int64 of the pools.

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from freetoken.kernels import reference_attention
-from freetoken.kernels.tiles import TILE_SIZES
+from freetoken.kernels.attention_ops import TILE_SIZES
 
 MIN_FILL = 0.75
 """Of a tile, by queries, from where on cuDNN with padding is faster than Triton without."""

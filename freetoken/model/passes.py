@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from freetoken.kernels.tiles import TILE_SIZES, chunk_tile
+from freetoken.kernels.attention_ops import TILE_SIZES
 from freetoken.model.attention import StepAttention
 from freetoken.model.context import Segment, StepContext
 from freetoken.model.decoder import LayerProxy, with_layers
@@ -60,7 +60,7 @@ def find_bounds(
     """[lo, hi) of each chunk. One that ends within a row ends at a tile of that row, unless none of
     its tiles begins or ends in the chunk."""
     assert chunk_tokens >= 1
-    tile = chunk_tile(chunk_tokens, sizes)
+    tile = next((size for size in sizes if size <= chunk_tokens), 1)  # the largest that they hold
     bounds, lo = [], 0
     for segment in segments:
         end = segment.start + segment.length

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from freetoken import log
-from freetoken.kernels.tiles import TILE_SIZES
+from freetoken.kernels.attention_ops import TILE_SIZES
 from freetoken.wire.messages import (
     Extend,
     PageRun,

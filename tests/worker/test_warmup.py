@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from freetoken.kernels.attention_ops import TILE_SIZES
 from freetoken.kernels.library_attention import cut_queries
-from freetoken.kernels.tiles import TILE_SIZES
 from freetoken.model.context import Segment
 from freetoken.model.passes import find_bounds
 from freetoken.worker.warmup import PREFIX_TOKENS, REST_TOKENS, warm_up, warm_up_passes
