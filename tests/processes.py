@@ -36,6 +36,21 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**env, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
+def run_python(
+    program: str, *arguments: str, timeout_s: float = 60, pass_fds: Sequence[int] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a program's text in an interpreter of its own, which imports this tree."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env=clean_environment(),
+        pass_fds=pass_fds,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
 class Running:
     """A process under test; stdout and stderr are read as one. Killed at the end if it is there."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from freetoken import cli
 from freetoken.nearest import find_nearest, suggest
-from tests.processes import ROOT, clean_environment
+from tests.processes import ROOT, clean_environment, run_python
 
 
 def ft(*argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
@@ -107,14 +107,7 @@ cli.main()
 
 
 def test_a_worker_ends_without_the_interpreters_own_end() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER_THAT_FAILS],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(WORKER_THAT_FAILS)
     assert done.returncode == 2
     assert done.stderr.startswith("freetoken-worker: error: no directory /nowhere")
     assert done.stdout == "begun\n"

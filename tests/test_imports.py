@@ -1,12 +1,10 @@
 """What each process loads, seen from a fresh interpreter."""
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
-from tests.processes import ROOT, clean_environment
+from tests.processes import ROOT, run_python
 
 HEAVY = ("torch", "triton", "safetensors")
 ENTRIES = {
@@ -30,14 +28,7 @@ def test_an_entry_loads_only_what_its_room_may_know(
 ) -> None:
     assert importlib.util.find_spec(module) is not None
     program = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(program)
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert loaded & set(forbidden) == set()

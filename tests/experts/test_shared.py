@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -16,7 +14,7 @@ from freetoken.errors import EngineError
 from freetoken.experts.bank import RowBank
 from freetoken.experts.layout import ALIGNMENT_BYTES, ExpertLayout
 from freetoken.experts.shared import PAGE_BYTES, BankIdentity, BankLayer, BankMemory
-from tests.processes import ROOT, clean_environment
+from tests.processes import run_python
 
 LAYOUT = ExpertLayout.plan({"up_proj": (10, 24), "down_proj": (24, 10)}, torch.float32)
 WIDE = ExpertLayout.plan({"up_proj": (12, 24), "down_proj": (24, 12)}, torch.bfloat16)
@@ -139,14 +137,7 @@ def test_more_memory_than_there_is_is_an_error_and_no_crash() -> None:
         "try: BankMemory.create(BankIdentity('a', (layer,)))\n"
         "except EngineError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(program)
     assert done.returncode == 0, done.stderr
     assert "gave 0.00 of 0.01 GiB for the expert banks (EFBIG" in done.stdout
 

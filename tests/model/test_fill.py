@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -29,7 +27,7 @@ from freetoken.model.load import give_filled, load_model
 from freetoken.model.placement import Placement
 from freetoken.model.served import ServedModel
 from tests.model import tiny
-from tests.processes import ROOT, clean_environment
+from tests.processes import run_python
 
 DIRECT = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "granitemoe", "ernie4_5_moe")
 """Families that store experts one by one or stacked, with and without bias, transposed or not."""
@@ -258,15 +256,7 @@ def test_a_load_killed_by_the_system_goes_on_in_the_next_process(tmp_path: Path)
         "except KeyboardInterrupt: os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     os.set_inheritable(memory.fd, True)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=clean_environment(),
-        pass_fds=[memory.fd],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(program, timeout_s=120, pass_fds=[memory.fd])
     assert done.returncode == -signal.SIGKILL, done.stderr
     num_filled = memory.num_filled
     assert 0 < num_filled < 3
@@ -406,14 +396,7 @@ def test_a_load_takes_little_more_than_banks_and_dense_weights(tmp_path: Path) -
     large = make_checkpoint(tmp_path / "large", shape)
     banks = Load(large, torch.bfloat16).identity.num_bytes
     assert banks > 96 << 20
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(small), str(large)],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(PEAK, str(small), str(large), timeout_s=120)
     assert done.returncode == 0, done.stderr
     # The scratch rows are a layer's; the rest is dense weights and a buffer per thread.
     assert int(done.stdout) < banks * 1.25 + (24 << 20), f"{int(done.stdout) >> 20} MiB"

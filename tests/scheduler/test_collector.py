@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from freetoken.scheduler.collector import BUSY_S, IDLE_S, Collector
-from tests.processes import ROOT, clean_environment
+from tests.processes import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +70,6 @@ print(gc.collect())
 
 def test_requests_and_the_tree_leave_no_cycles_behind() -> None:
     """In a process of its own, without what other tests and their threads leave."""
-    done = subprocess.run(
-        [sys.executable, "-c", CYCLES],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(CYCLES)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "0"
