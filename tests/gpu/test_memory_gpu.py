@@ -10,20 +10,13 @@ import torch
 from make_moe import MoeShape, make_checkpoint
 
 from freetoken.config import Config
-from freetoken.wire.messages import (
-    Extend,
-    PageRun,
-    RowStart,
-    Sampling,
-    StepMode,
-    StepPlan,
-    pack_ids,
-)
+from freetoken.wire.messages import StepMode, StepPlan
 from freetoken.worker.budget import measure_budget
 from freetoken.worker.checkpoint import CheckpointSource
 from freetoken.worker.device import find_device
 from freetoken.worker.link import Progress
 from freetoken.worker.startup import Started, start
+from tests.worker.plans import start_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
 
@@ -57,19 +50,9 @@ SHAPES = {
 
 def make_pass(started: Started, num_tokens: int) -> StepPlan:
     """Row 0 from its first token on."""
-    pages = range(-(-num_tokens // started.ready.page_size))
-    return StepPlan(
-        step_id=1,
-        epoch=0,
-        mode=StepMode.PASS,
-        forget_rows=b"",
-        page_copies=(),
-        starts=(RowStart(0, Sampling(temperature=0.0), 0, b"", b""),),
-        page_runs=(PageRun(0, 0, pack_ids(pages)),),
-        extends=(Extend(0, 0, pack_ids(i % 200 for i in range(num_tokens)), True),),
-        decode_rows=b"",
-        decode_positions=b"",
-    )
+    prompt = [i % 200 for i in range(num_tokens)]
+    num_pages = -(-num_tokens // started.ready.page_size)
+    return start_plan(0, prompt, 0, num_pages=num_pages, mode=StepMode.PASS)
 
 
 @pytest.mark.parametrize("compilation", ["off", "auto"])
